@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import torch
 
+from ludus.trainer.core.answer_trie import AnswerTrie
 from ludus.trainer.core.types import SampledCompletion, Sampling, ScoringRequest, WeightManifest
 
 StateDict = Mapping[str, torch.Tensor]
 """Full tensors on the CPU, by their names in the Hugging Face model."""
 
-GenerateFunction: TypeAlias = Callable[[list[int], Sampling, int], Awaitable[SampledCompletion]]
-"""Function that samples one completion: (prompt tokens, sampling, seed) -> completion.
 
-Concurrent calls are sampled as one batch. The random numbers of a call depend only on its seed.
-"""
+class GenerateFunction(Protocol):
+    """A function that samples one completion.
+
+    Concurrent calls are sampled as one batch. The random numbers of a call depend only on its seed.
+    """
+
+    def __call__(
+        self,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        seed: int,
+        answers: AnswerTrie | None = None,
+        /,
+    ) -> Awaitable[SampledCompletion]:
+        """Sample a completion of the prompt; with `answers`, the completion is one of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +41,9 @@ class EngineRequest:
     sampling: Sampling
     seed: int
     """Seed of the request's random numbers."""
+    answers: AnswerTrie | None = None
+    """Answers to which the completion is restricted; None if it is not restricted. The log-probs
+    are those of the restricted distribution."""
 
 
 @dataclass(frozen=True, slots=True)

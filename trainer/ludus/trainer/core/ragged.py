@@ -47,3 +47,26 @@ class RaggedArray:
         if len(rows) == 0:
             return self.values[:0]
         return np.concatenate([self[row] for row in rows])
+
+    def to_bytes(self) -> tuple[bytes, bytes]:
+        """Return the bytes of `values` and `ends`, which are equal for equal arrays."""
+        return self.values.tobytes(), self.ends.tobytes()
+
+
+def join_rows(arrays: Sequence[RaggedArray | None]) -> RaggedArray | None:
+    """Return the rows of all arrays as one array, or None if all of them are None.
+
+    Raises:
+        ValueError: some of the arrays are None, and others are not.
+    """
+    present_arrays = [array for array in arrays if array is not None]
+    if not present_arrays:
+        return None
+    if len(present_arrays) < len(arrays):
+        raise ValueError(
+            f"{len(present_arrays)} of {len(arrays)} token sequences are restricted to legal "
+            "answers; either all or none of them must be"
+        )
+    values = np.concatenate([array.values for array in present_arrays])
+    lengths = np.concatenate([array.lengths for array in present_arrays])
+    return RaggedArray(values, np.cumsum(lengths, dtype=np.int64))

@@ -18,7 +18,8 @@
     Batch        the input of one training step
 
 Rollouts and batches contain arrays, so a token takes nine bytes in transfer, and a single call
-sends thousands of tokens.
+sends thousands of tokens. A token of a completion that was restricted to the legal answers also
+takes four bytes for each token that was allowed at its position.
 
 Legend for shapes: T = tokens of a sequence, G = episodes of a group, N = samples of a batch.
 """
@@ -34,25 +35,13 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from numpy.typing import DTypeLike
-from pydantic import GetPydanticSchema
-from pydantic_core import core_schema
 
 from ludus.env import Message
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import Transcript
+from ludus.trainer.core.array_schemas import ROWS_SCHEMA, make_list_schema
 from ludus.trainer.core.checksums import hash_file
-from ludus.trainer.core.ragged import RaggedArray
-
-
-def _make_list_schema(dtype: DTypeLike) -> GetPydanticSchema:
-    """Return the schema of an array that is written to files as a list of numbers."""
-    return GetPydanticSchema(
-        lambda *_: core_schema.no_info_plain_validator_function(
-            lambda values: np.asarray(values, dtype=dtype),
-            serialization=core_schema.plain_serializer_function_ser_schema(np.ndarray.tolist),
-        )
-    )
+from ludus.trainer.core.ragged import RaggedArray, join_rows
 
 
 class _FastPickle:
@@ -133,6 +122,8 @@ class SampledCompletion:
     """Weights version that sampled the first token."""
     has_end_token: bool
     """False if the completion reached its maximum number of tokens."""
+    allowed_ids: RaggedArray | None = None
+    """int32 tokens that could be sampled at each position; None if all tokens could."""
 
 
 @dataclass(slots=True, eq=False)
@@ -205,11 +196,14 @@ class TokenSequence:
     loss_mask = F F F T T F F T T.
     """
 
-    token_ids: Annotated[np.ndarray, _make_list_schema(np.int32)]
+    token_ids: Annotated[np.ndarray, make_list_schema(np.int32)]
     """int32 [T]"""
-    logprobs: Annotated[np.ndarray, _make_list_schema(np.float32)]
+    logprobs: Annotated[np.ndarray, make_list_schema(np.float32)]
     """float32 [T] log-probs at sampling time; 0 for tokens that were not sampled."""
     turns: tuple[TurnSpan, ...]
+    allowed_ids: Annotated[RaggedArray | None, ROWS_SCHEMA] = None
+    """int32 tokens that could be sampled, a row for each sampled token; None if all tokens could
+    always be sampled."""
 
     @property
     def loss_mask(self) -> np.ndarray:
@@ -224,15 +218,26 @@ class TokenSequence:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Ray sends each array as a separate buffer, which is expensive for short arrays.
-        return _unpack_sequence, (self.token_ids.tobytes(), self.logprobs.tobytes(), self.turns)
+        buffers = self.token_ids.tobytes(), self.logprobs.tobytes(), self.turns
+        if self.allowed_ids is not None:
+            return _unpack_sequence, (*buffers, *self.allowed_ids.to_bytes())
+        return _unpack_sequence, buffers
 
 
 def _unpack_sequence(
-    token_ids: bytes, logprobs: bytes, turns: tuple[TurnSpan, ...]
+    token_ids: bytes,
+    logprobs: bytes,
+    turns: tuple[TurnSpan, ...],
+    allowed_values: bytes = b"",
+    allowed_ends: bytes = b"",
 ) -> TokenSequence:
-    return TokenSequence(
-        np.frombuffer(token_ids, np.int32), np.frombuffer(logprobs, np.float32), turns
+    arrays = np.frombuffer(token_ids, np.int32), np.frombuffer(logprobs, np.float32)
+    if not allowed_ends:
+        return TokenSequence(*arrays, turns)
+    allowed_ids = RaggedArray(
+        np.frombuffer(allowed_values, np.int32), np.frombuffer(allowed_ends, np.int64)
     )
+    return TokenSequence(*arrays, turns, allowed_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +322,8 @@ def join_turns(
         end = start + len(turn.completion.token_ids)
         logprobs[start:end] = turn.completion.logprobs
         spans.append(TurnSpan(start, end, turn.reward, turn.token_rewards))
-    return TokenSequence(np.array(token_ids, dtype=np.int32), logprobs, tuple(spans))
+    allowed_ids = join_rows([turn.completion.allowed_ids for turn in turns])
+    return TokenSequence(np.array(token_ids, dtype=np.int32), logprobs, tuple(spans), allowed_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,6 +390,8 @@ class TrainingSample:
     """True if the episode reached its natural end; False if more reward could have followed."""
     adds_next_return: bool = False
     """True if the return includes that of the next sample, a later sequence of the episode."""
+    allowed_ids: RaggedArray | None = None
+    """As in TokenSequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,6 +418,9 @@ class Batch:
     """bool [N]"""
     adds_next_return: np.ndarray
     """bool [N], as in TrainingSample."""
+    allowed_ids: RaggedArray | None = None
+    """int32 tokens that could be sampled, a row for each sampled token of all U sequences; None if
+    all tokens could always be sampled."""
 
     @property
     def num_samples(self) -> int:

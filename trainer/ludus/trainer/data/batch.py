@@ -41,7 +41,7 @@ from ludus.trainer.algorithms.advantages import (
     whiten,
 )
 from ludus.trainer.core.functions import import_callable
-from ludus.trainer.core.ragged import RaggedArray
+from ludus.trainer.core.ragged import RaggedArray, join_rows
 from ludus.trainer.core.types import (
     Batch,
     Rollout,
@@ -80,14 +80,21 @@ def make_batch(groups: Sequence[RolloutGroup], algorithm: AlgorithmConfig) -> Ba
 
 
 def collate(samples: Sequence[TrainingSample]) -> Batch:
-    """Return the batch of `samples`; samples with equal tokens and mask share one sequence."""
-    index_by_key: dict[tuple[bytes, bytes], int] = {}
+    """Return the batch of `samples`; samples with equal tokens and masks share one sequence.
+
+    They must also have been restricted to the same tokens.
+
+    Raises:
+        ValueError: some samples are restricted to legal answers, and others are not.
+    """
+    index_by_key: dict[tuple[bytes, ...], int] = {}
     first_samples: list[TrainingSample] = []
     sequence_of_sample: list[int] = []
     for sample in samples:
         token_ids = np.asarray(sample.token_ids, dtype=np.int64)
         mask = np.asarray(sample.loss_mask, dtype=np.bool_)
-        key = (token_ids.tobytes(), mask.tobytes())
+        allowed_bytes = () if sample.allowed_ids is None else sample.allowed_ids.to_bytes()
+        key = (token_ids.tobytes(), mask.tobytes(), *allowed_bytes)
         sequence_index = index_by_key.setdefault(key, len(first_samples))
         if sequence_index == len(first_samples):
             first_samples.append(sample)
@@ -103,6 +110,7 @@ def collate(samples: Sequence[TrainingSample]) -> Batch:
         rewards=RaggedArray.from_rows((sample.rewards for sample in samples), np.float32),
         terminated=np.array([sample.terminated for sample in samples], dtype=bool),
         adds_next_return=np.array([sample.adds_next_return for sample in samples], dtype=bool),
+        allowed_ids=join_rows([sample.allowed_ids for sample in first_samples]),
     )
 
 
@@ -254,6 +262,7 @@ def _make_rollout_samples(
             token_rewards,
             terminated=not continues,
             adds_next_return=adds_returns and sequence is not sequences[-1],
+            allowed_ids=sequence.allowed_ids,
         )
 
 

@@ -6,8 +6,8 @@ The loss divides by denominators of the whole optimizer step, so it does not dep
 A micro-batch has loss inputs of sampled tokens only, because only these are part of the loss.
 
 Shapes: R = rows of a micro-batch, L = length of the longest row, P = positions before a sampled
-token, E = distinct sampled tokens (with a different token or prefix), N = samples, S = sampled
-tokens of the longest sample.
+token, E = distinct sampled tokens (with a different token, prefix or choice of allowed tokens), N =
+samples, S = sampled tokens of the longest sample, K = largest number of allowed tokens.
 """
 
 from __future__ import annotations
@@ -48,6 +48,9 @@ class PackedRows(NamedTuple):
     """int64 [E] index into `positions` of the token that precedes each target."""
     last_positions: Tensor
     """int64 [N] row * L + column of each sample's last token."""
+    allowed_ids: Tensor | None = None
+    """int64 [E, K] tokens that could be sampled instead of each target, padded with -1; None if all
+    tokens could be sampled."""
 
     @property
     def num_tokens(self) -> int:
@@ -160,11 +163,35 @@ class _SampledTokens:
     rollout_logprobs: Floats
     advantages: Floats
     rewards: Floats
+    allowed_ids: _AllowedIds | None
+
+
+@dataclass(frozen=True, slots=True)
+class _AllowedIds:
+    """The tokens that could be sampled in place of each sampled token of a batch."""
+
+    rows: RaggedArray
+    """int32 arrays, a row for each sampled token of all U sequences."""
+    starts: Ints
+    """[U] first row of each sequence."""
+    counts: Ints
+    """[U] number of rows of each sequence."""
+
+    def select(self, sequence_ids: Ints) -> list[NDArray[np.int32]]:
+        """Return the arrays of all sampled tokens of these sequences, in order."""
+        return [
+            self.rows[self.starts[sequence_id] + index]
+            for sequence_id in sequence_ids
+            for index in range(self.counts[sequence_id])
+        ]
 
 
 def _gather_sampled_tokens(batch: Batch, sample_ids: Ints) -> _SampledTokens:
-    sequence_ids = batch.sequence_of_sample[sample_ids]
-    counts = batch.num_sampled_tokens[sequence_ids]
+    sequence_ids, all_counts = batch.sequence_of_sample[sample_ids], batch.num_sampled_tokens
+    counts, allowed_ids = all_counts[sequence_ids], None
+    if batch.allowed_ids is not None:
+        starts = np.cumsum(all_counts) - all_counts
+        allowed_ids = _AllowedIds(batch.allowed_ids, starts, all_counts)
     is_sampled = batch.loss_masks.concatenate_rows(sequence_ids)
 
     def select(values: RaggedArray) -> Floats:
@@ -177,6 +204,7 @@ def _gather_sampled_tokens(batch: Batch, sample_ids: Ints) -> _SampledTokens:
         select(batch.rollout_logprobs),
         select(batch.advantages),
         select(batch.rewards),
+        allowed_ids,
     )
 
 
@@ -197,7 +225,12 @@ def _make_micro_batch(
     is_sampled[columns < lengths[:, None]] = batch.loss_masks.concatenate_rows(sequence_ids)
     nodes = layout.nodes[leaf_ids, : len(columns)]
     last_nodes = nodes[np.arange(len(leaf_ids)), lengths - 1][leaf_of_sample]
-    packed_rows, target_of_token = _pack_rows(layout, rows, nodes, is_sampled, last_nodes)
+    allowed_ids = None
+    if sampled_tokens.allowed_ids is not None:
+        allowed_ids = sampled_tokens.allowed_ids.select(sequence_ids)
+    packed_rows, target_of_token = _pack_rows(
+        layout, rows, nodes, is_sampled, last_nodes, allowed_ids
+    )
 
     counts = is_sampled.sum(axis=1)
     columns = np.arange(max(1, counts.max()))
@@ -220,12 +253,18 @@ def _make_micro_batch(
 
 
 def _pack_rows(
-    layout: Layout, rows: Ints, nodes: Ints, is_sampled: Bools, last_nodes: Ints
+    layout: Layout,
+    rows: Ints,
+    nodes: Ints,
+    is_sampled: Bools,
+    last_nodes: Ints,
+    allowed_ids: Sequence[NDArray[np.int32]] | None,
 ) -> tuple[PackedRows, Ints]:
     """Convert these rows to tensors; also return the index of each sampled token's target.
 
     `nodes` [leaves, T] has the node of each token of the sequences in these rows, `is_sampled` has
-    the same shape, and `last_nodes` [N] has the node of each sample's last token.
+    the same shape, and `last_nodes` [N] has the node of each sample's last token. `allowed_ids` has
+    the tokens that were allowed in place of each sampled token; None if all tokens were allowed.
     """
     starts, lengths = layout.row_starts[rows], np.diff(layout.row_starts)[rows]
     columns = np.arange(lengths.max())
@@ -234,9 +273,11 @@ def _pack_rows(
     position_of_node = np.zeros(len(layout.token_ids), dtype=np.int64)
     position_of_node[node_ids[is_token]] = np.flatnonzero(is_token)
 
-    target_nodes, first_index, target_of_token = np.unique(
-        nodes[is_sampled], return_index=True, return_inverse=True
-    )
+    sampled_nodes = nodes[is_sampled]
+    target_keys = sampled_nodes
+    if allowed_ids is not None:
+        target_keys = sampled_nodes * len(allowed_ids) + _number_arrays(allowed_ids)
+    _, first_index, target_of_token = np.unique(target_keys, return_index=True, return_inverse=True)
     previous_nodes = nodes[:, :-1][is_sampled[:, 1:]][first_index]
     positions, position_of_target = np.unique(position_of_node[previous_nodes], return_inverse=True)
     sequences_per_row = np.bincount(layout.row_of_sequence, minlength=rows.max() + 1)[rows]
@@ -247,11 +288,29 @@ def _pack_rows(
         depths=torch.from_numpy(np.where(is_token, layout.depths[node_ids], 0)),
         ends=None if sequences_per_row.max() == 1 else torch.from_numpy(ends),
         positions=torch.from_numpy(positions),
-        target_ids=torch.from_numpy(layout.token_ids[target_nodes]),
+        target_ids=torch.from_numpy(layout.token_ids[sampled_nodes[first_index]]),
         position_of_target=torch.from_numpy(position_of_target),
         last_positions=torch.from_numpy(position_of_node[last_nodes]),
+        allowed_ids=None if allowed_ids is None else _pad([allowed_ids[i] for i in first_index]),
     )
     return packed_rows, target_of_token
+
+
+def _number_arrays(arrays: Sequence[NDArray[np.int32]]) -> Ints:
+    """Return a number for each array, less than their count; equal arrays have equal numbers."""
+    number_by_content: dict[bytes, int] = {}
+    numbers = [
+        number_by_content.setdefault(array.tobytes(), len(number_by_content)) for array in arrays
+    ]
+    return np.array(numbers, dtype=np.int64)
+
+
+def _pad(arrays: Sequence[NDArray[np.int32]]) -> Tensor:
+    """Return the arrays as rows of one int64 tensor, padded with -1."""
+    padded_rows = np.full((len(arrays), max(map(len, arrays))), -1, dtype=np.int64)
+    for row, array in zip(padded_rows, arrays, strict=True):
+        row[: len(array)] = array
+    return torch.from_numpy(padded_rows)
 
 
 def _make_empty_micro_batch() -> MicroBatch:

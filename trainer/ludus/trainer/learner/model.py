@@ -117,22 +117,16 @@ class PolicyModel(nn.Module):
                 use_cache=False,
             ).logits[0]
         logits = logits.float() if temperature == 1 else logits.float() / temperature
-        all_logprobs = logits.log_softmax(-1)
-        target_positions = rows.position_of_target
-        # A one-dimensional index: the gradient of a two-dimensional index is several times slower.
-        logprobs = all_logprobs.flatten().index_select(
-            0, target_positions * all_logprobs.shape[1] + rows.target_ids
-        )
-        entropies = None
-        if entropy_mode != "none":
-            entropy_logprobs = all_logprobs if entropy_mode == "gradient" else all_logprobs.detach()
-            entropies = entropy(entropy_logprobs).index_select(0, target_positions)
+        if rows.allowed_ids is None:
+            logprobs, entropies = _compute_logprobs(logits, rows, entropy_mode)
+        else:
+            logprobs, entropies = _compute_restricted_logprobs(logits, rows, entropy_mode)
         values = last_values = None
         if self.value_head is not None:
             positions = torch.cat([rows.positions, rows.last_positions])
             head_output = self.value_head(hidden_states[0].index_select(0, positions))
             head_output = head_output.float().squeeze(-1)
-            values = head_output[: len(rows.positions)].index_select(0, target_positions)
+            values = head_output[: len(rows.positions)].index_select(0, rows.position_of_target)
             last_values = head_output[len(rows.positions) :]
         return PolicyOutput(logprobs, entropies, values, last_values)
 
@@ -147,6 +141,44 @@ class PolicyModel(nn.Module):
             use_cache=False,
         ).logits
         return logits.float()
+
+
+def _compute_logprobs(
+    logits: Tensor, rows: PackedRows, entropy_mode: EntropyMode
+) -> tuple[Tensor, Tensor | None]:
+    """Return the log-probs [E] of the targets, and the entropies [E] if they are needed.
+
+    `logits` [P, V] are those of the rows' positions, at the sampling temperature.
+    """
+    all_logprobs = logits.log_softmax(-1)
+    target_positions = rows.position_of_target
+    # A one-dimensional index: the gradient of a two-dimensional index is several times slower.
+    logprobs = all_logprobs.flatten().index_select(
+        0, target_positions * all_logprobs.shape[1] + rows.target_ids
+    )
+    if entropy_mode == "none":
+        return logprobs, None
+    entropy_logprobs = all_logprobs if entropy_mode == "gradient" else all_logprobs.detach()
+    return logprobs, entropy(entropy_logprobs).index_select(0, target_positions)
+
+
+def _compute_restricted_logprobs(
+    logits: Tensor, rows: PackedRows, entropy_mode: EntropyMode
+) -> tuple[Tensor, Tensor | None]:
+    """Return the same as `_compute_logprobs`, for distributions over each target's allowed tokens.
+
+    A target that was the only allowed token has the log-prob 0 and no gradient.
+    """
+    allowed_ids = rows.allowed_ids
+    assert allowed_ids is not None
+    indices = rows.position_of_target[:, None] * logits.shape[1] + allowed_ids.clamp(min=0)
+    allowed_logits = logits.flatten().index_select(0, indices.flatten()).view_as(indices)
+    all_logprobs = allowed_logits.masked_fill(allowed_ids < 0, -torch.inf).log_softmax(-1)
+    columns = (allowed_ids == rows.target_ids[:, None]).int().argmax(-1, keepdim=True)
+    logprobs = all_logprobs.gather(1, columns)[:, 0]
+    if entropy_mode == "none":
+        return logprobs, None
+    return logprobs, entropy(all_logprobs if entropy_mode == "gradient" else all_logprobs.detach())
 
 
 def make_ancestor_mask(ends: Tensor) -> Tensor:
