@@ -59,16 +59,34 @@ class EnginePair:
         self.engine.load_weights(dict(self.model.named_parameters()))
 
 
+class UnclosableEngine:
+    """An engine whose `close` has no effect, because the fixture closes the wrapped engine."""
+
+    def __init__(self, engine: object) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._engine, name)
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 @contextmanager
 def open_pair(kind: EngineKind, folder: Path) -> Iterator[EnginePair]:
-    """Open an engine of this kind with its plain model; skip the test if vLLM is missing."""
+    """Open an engine of this kind with its plain model; skip the test if vLLM is missing.
+
+    Requests of an engine with an untied model may be restricted to answers.
+    """
     path = make_folder(folder, tie_embeddings=kind.tie_embeddings)
     model = load_language_model(path).eval()
     if kind.name == "transformers":
         yield EnginePair(kind, make_transformers_engine(path), model)
         return
-    with prepare_for_vllm(), closing(make_vllm_engine(path)) as engine:
-        yield EnginePair(kind, engine, model)
+    with prepare_for_vllm():
+        engine = make_vllm_engine(path, restricts_to_answers=not kind.tie_embeddings)
+        with closing(engine):
+            yield EnginePair(kind, engine, model)
 
 
 def make_folder(folder: Path, *, tie_embeddings: bool) -> str:
@@ -96,7 +114,7 @@ def make_transformers_engine(path: str, *, max_batch_size: int = 1024) -> Engine
     return TransformersEngine(model, end_token_ids=[END_TOKEN_ID], max_batch_size=max_batch_size)
 
 
-def make_vllm_engine(path: str) -> Engine:
+def make_vllm_engine(path: str, *, restricts_to_answers: bool = False) -> Engine:
     """Return a vLLM engine with the model in `path`; call this inside `prepare_for_vllm`."""
     from ludus.trainer.rollout.engines.vllm_engine import VllmEngine
 
@@ -106,6 +124,7 @@ def make_vllm_engine(path: str) -> Engine:
         end_token_ids=[END_TOKEN_ID],
         max_tokens=MAX_TOKENS,
         dtype="float32",
+        restricts_to_answers=restricts_to_answers,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
@@ -9,15 +11,20 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ludus.trainer.core.answer_trie import AnswerTrie
 from ludus.trainer.core.interfaces import EngineOutput, EngineRequest
 from ludus.trainer.core.types import Sampling, ScoringRequest
 from ludus.trainer.learner.micro_batches import make_unscored_sample, pack_one_micro_batch
 from ludus.trainer.learner.model import PolicyModel
+from ludus.trainer.rollout.engines.async_engine import AsyncEngine
 from tests.rollout.engine_pair import (
     CANARY_PROMPT,
     END_TOKEN_ID,
     TOLERANCE,
+    TRANSFORMERS,
+    VLLM,
     EnginePair,
+    UnclosableEngine,
     complete,
     compute_logprobs,
     compute_max_error,
@@ -27,6 +34,15 @@ from tests.rollout.engine_pair import (
 
 MAX_CHI_SQUARE = 27.88
 """The 99.9th percentile of chi-square with nine degrees of freedom."""
+END = END_TOKEN_ID
+ANSWERS = (
+    [(7, END), (7, 30, END), (7, 30, 12, 9, END), (40, 41, 42, END)],
+    [(55, 56, END)],
+    [(token_id, 60, END) for token_id in range(70, 200)],
+)
+"""Answers of which one continues another, a single answer, and many answers."""
+
+with_answers = pytest.mark.parametrize("pair", [TRANSFORMERS[0], VLLM[0]], indirect=True, ids=str)
 
 
 @pytest.mark.slow
@@ -299,3 +315,122 @@ def decode_greedily(pair: EnginePair, request: EngineRequest) -> list[int]:
         if token_ids[-1] == END_TOKEN_ID:
             break
     return token_ids[len(request.prompt_ids) :]
+
+
+def make_restricted_requests(num_requests: int, sampling: Sampling) -> list[EngineRequest]:
+    """Return requests with random prompts, restricted to the answers in turn."""
+    return [
+        replace(request, sampling=sampling, answers=AnswerTrie(ANSWERS[index % len(ANSWERS)]))
+        for index, request in enumerate(make_requests(num_requests))
+    ]
+
+
+@torch.no_grad()
+def compute_restricted_logprobs(
+    pair: EnginePair, request: EngineRequest, output: EngineOutput
+) -> list[float]:
+    """Return log-probs in float64, from a forward pass and the list of answers alone."""
+    answers = ANSWERS[request.request_id % len(ANSWERS)]
+    token_ids, logprobs = [*request.prompt_ids, *output.token_ids], []
+    logits = pair.model(torch.tensor([token_ids]), use_cache=False).logits[0].double()
+    for position, token_id in enumerate(output.token_ids):
+        prefix = tuple(output.token_ids[:position])
+        allowed = sorted({a[position] for a in answers if a[:position] == prefix and a != prefix})
+        allowed_logits = logits[len(request.prompt_ids) + position - 1, allowed]
+        temperature = request.sampling.temperature or 1.0
+        allowed_logprobs = (allowed_logits / temperature).log_softmax(-1)
+        logprobs.append(allowed_logprobs[allowed.index(token_id)].item())
+    return logprobs
+
+
+@pytest.mark.slow
+@with_answers
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_completions_are_answers_with_renormalized_log_probs(
+    pair: EnginePair, temperature: float
+) -> None:
+    requests = make_restricted_requests(30, Sampling(temperature, 6))
+    outputs = complete(pair.engine, requests)
+    for request in requests:
+        output = outputs[request.request_id]
+        assert tuple(output.token_ids) in ANSWERS[request.request_id % len(ANSWERS)]
+        assert output.has_end_token
+        expected = compute_restricted_logprobs(pair, request, output)
+        assert output.logprobs == pytest.approx(expected, abs=TOLERANCE)
+    forced_outputs = [outputs[index] for index in range(1, 30, 3)]
+    assert all(output.logprobs == [0.0] * 3 for output in forced_outputs)
+
+
+@pytest.mark.slow
+@with_answers
+def test_sampled_answers_have_the_frequencies_of_the_restricted_distribution(
+    pair: EnginePair,
+) -> None:
+    answers, num_samples = ANSWERS[0], 1500
+    trie, prompt = AnswerTrie(answers), [8, 60, 33, 21]
+    requests = [
+        EngineRequest(3 * i, prompt, Sampling(2.0, 6), seed=i, answers=trie)
+        for i in range(num_samples)
+    ]
+    outputs = complete(pair.engine, requests)
+    sampled_answers = [tuple(outputs[3 * i].token_ids) for i in range(num_samples)]
+    for answer in answers:
+        output = EngineOutput(0, list(answer), [], has_end_token=True)
+        logprobs = compute_restricted_logprobs(pair, requests[0], output)
+        share = sampled_answers.count(answer) / num_samples
+        assert share == pytest.approx(float(torch.tensor(logprobs).sum().exp()), abs=0.05)
+
+
+@pytest.mark.slow
+@with_answers
+def test_requests_without_answers_are_not_changed_by_others_in_the_batch(pair: EnginePair) -> None:
+    requests = make_requests(30)
+    expected = complete(pair.engine, requests)
+    restricted_requests = [
+        replace(request, request_id=request.request_id + 99)
+        for request in make_restricted_requests(30, Sampling(1.0, 6))
+    ]
+    mixed_requests = [*requests, *restricted_requests]
+    random.Random(0).shuffle(mixed_requests)
+    outputs = complete(pair.engine, mixed_requests)
+    for request in requests:
+        output = outputs[request.request_id]
+        assert output.token_ids == expected[request.request_id].token_ids
+        expected_logprobs = expected[request.request_id].logprobs
+        assert output.logprobs == pytest.approx(expected_logprobs, abs=TOLERANCE)
+    for request in restricted_requests:
+        answers = ANSWERS[(request.request_id - 99) % len(ANSWERS)]
+        assert tuple(outputs[request.request_id].token_ids) in answers
+
+
+@pytest.mark.slow
+@with_answers
+async def test_sampler_and_learner_agree_on_restricted_completions(pair: EnginePair) -> None:
+    policy, temperature = PolicyModel(pair.model), 0.8
+    requests = make_restricted_requests(24, Sampling(temperature, 6))
+    for request in requests:
+        pair.engine.submit(request)
+    pair.engine.step()
+    pair.sync(seed=1)  # running completions continue after a change of the weights
+    assert all(
+        tuple(output.token_ids) in ANSWERS[request_id % len(ANSWERS)]
+        for request_id, output in drain(pair.engine).items()
+    )
+    generate = AsyncEngine(UnclosableEngine(pair.engine))
+    try:
+        completions = await asyncio.gather(
+            *(generate(r.prompt_ids, r.sampling, r.seed, r.answers) for r in requests)
+        )
+        unrestricted_completion = await generate([8, 60], Sampling(1.0, 2), 0)
+    finally:
+        generate.close()
+    for request, completion in zip(requests, completions, strict=True):
+        token_ids = request.prompt_ids + completion.token_ids
+        mask = [index >= len(request.prompt_ids) for index in range(len(token_ids))]
+        sample = make_unscored_sample(token_ids, mask)
+        sample = replace(sample, allowed_ids=completion.allowed_ids)
+        micro_batch = pack_one_micro_batch([sample])
+        with torch.no_grad():
+            logprobs = micro_batch.gather_samples(policy(micro_batch.rows, temperature).logprobs)
+        assert logprobs[0].tolist() == pytest.approx(completion.logprobs, abs=TOLERANCE)
+    assert unrestricted_completion.allowed_ids is None

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
+from ludus.trainer.core.answer_trie import AnswerTrie
 from ludus.trainer.core.types import Sampling
+from ludus.trainer.rollout.engines.restriction import restrict_logits
 from ludus.trainer.rollout.engines.transformers_engine import sample_tokens
 
 LOGITS = torch.tensor([0.5, 0.3, 0.2, 1e-30]).log()
@@ -88,3 +92,21 @@ def test_tokens_with_zero_probability_are_never_sampled() -> None:
     token_ids, logprobs = sample_tokens(logits, [Sampling(1.0, 1)] * 64, uniforms)
     assert int(token_ids.max()) < 149_000
     assert bool(torch.isfinite(logprobs).all())
+
+
+def test_restricted_log_probs_equal_float64_to_six_digits() -> None:
+    logits = torch.randn(300, 500, generator=torch.Generator().manual_seed(0))
+    plain_logits, samplings = logits.double(), [Sampling(0.7, 6)] * 300
+    generator = random.Random(0)
+    allowed_ids = [sorted(generator.sample(range(500), 1 + row % 40)) for row in range(300)]
+    restrictions = {
+        row: (AnswerTrie([(token_id,) for token_id in allowed_ids[row]]), [])
+        for row in range(0, 300, 2)
+    }
+    token_ids, logprobs = sample_tokens(
+        restrict_logits(logits, restrictions), samplings, torch.rand(300)
+    )
+    for row, (token_id, logprob) in enumerate(zip(token_ids.tolist(), logprobs, strict=True)):
+        choices = allowed_ids[row] if row in restrictions else list(range(500))
+        expected = (plain_logits[row, choices] / 0.7).log_softmax(-1)[choices.index(token_id)]
+        assert logprob.item() == pytest.approx(expected.item(), abs=1e-6)

@@ -20,6 +20,7 @@ from tests.rollout.engine_pair import (
     TOLERANCE,
     VLLM,
     EnginePair,
+    UnclosableEngine,
     add_noise,
     complete,
     compute_logprobs,
@@ -149,19 +150,6 @@ def test_separate_process_prints_no_output_and_opens_no_connection(tmp_path: Pat
     assert first_ids == repeated_ids, "equal seeds gave different completions"
     assert first_ids != different_ids, "different seeds gave equal completions"
     assert report["refused"] == ["ConfigError", "ConfigError"]
-
-
-class UnclosableEngine:
-    """An engine whose `close` has no effect, because the fixture closes the wrapped engine."""
-
-    def __init__(self, engine: object) -> None:
-        self._engine = engine
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._engine, name)
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 def get_token_ids(outputs: dict[int, EngineOutput]) -> dict[int, list[int]]:

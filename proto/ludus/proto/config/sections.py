@@ -201,6 +201,10 @@ class RolloutConfig(Section):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
     """Penalty for tokens that already occur in the prompt or the completion: their positive logits
     are divided by it, their negative logits multiplied. 1 changes nothing."""
+    constrain: Literal["none", "legal_answers"] = "none"
+    """Restriction of completions: none; or "legal_answers", which samples only the answers that the
+    environment lists as legal in its current state, in training and in evaluations. Log-probs,
+    entropies and divergences are those of the restricted distribution (docs/algorithms.md)."""
     max_completion_tokens: PositiveInt = 16
     """Maximum number of tokens of a completion."""
     max_turns: PositiveInt = 32

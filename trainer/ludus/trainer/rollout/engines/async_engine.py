@@ -32,6 +32,7 @@ import torch
 
 from ludus.proto.config import LanguageModelRun, TransformersGenerator, VllmGenerator
 from ludus.proto.errors import EngineLostError
+from ludus.trainer.core.answer_trie import AnswerTrie
 from ludus.trainer.core.interfaces import Engine, EngineOutput, EngineRequest, StateDict
 from ludus.trainer.core.types import SampledCompletion, Sampling, ScoringRequest
 from ludus.trainer.models.chat import ChatTokenizer
@@ -43,6 +44,7 @@ class _PendingRequest:
     future: asyncio.Future[SampledCompletion]
     version: int
     """Version of the weights when the request was made."""
+    answers: AnswerTrie | None = None
 
 
 class AsyncEngine:
@@ -72,9 +74,13 @@ class AsyncEngine:
         return self._version
 
     async def __call__(
-        self, prompt_ids: list[int], sampling: Sampling, seed: int
+        self,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        seed: int,
+        answers: AnswerTrie | None = None,
     ) -> SampledCompletion:
-        """Sample one completion. Cancelling the call aborts the request.
+        """Sample one completion, one of `answers`. Cancelling the call aborts the request.
 
         Raises:
             EngineLostError: the engine has failed.
@@ -83,12 +89,12 @@ class AsyncEngine:
         """
         self._refuse_if_failed()
         request_id = next(self._request_ids)
-        pending_request = _PendingRequest(self._loop.create_future(), self._version)
+        pending_request = _PendingRequest(self._loop.create_future(), self._version, answers)
         self._pending_requests[request_id] = pending_request
         if not self._unsent_requests:
             # All calls of this event-loop iteration are sent together.
             self._loop.call_soon(self._send_requests)
-        self._unsent_requests.append(EngineRequest(request_id, prompt_ids, sampling, seed))
+        self._unsent_requests.append(EngineRequest(request_id, prompt_ids, sampling, seed, answers))
         try:
             return await pending_request.future
         except asyncio.CancelledError:
@@ -193,19 +199,12 @@ class AsyncEngine:
             pending_request = self._pending_requests.pop(output.request_id, None)
             if pending_request is None:
                 continue
-            invalid_logprobs = [value for value in output.logprobs if not math.isfinite(value)]
-            if invalid_logprobs:
-                error = ValueError(
-                    f"the engine sampled a token with the log-prob {invalid_logprobs[0]}; the "
-                    "model's values are not finite: lower learner.learning_rate, or use another "
-                    "learner.dtype"
-                )
+            try:
+                completion = _make_completion(output, pending_request)
+            except ValueError as error:
                 _settle(pending_request.future, error=error)
-                continue
-            completion = SampledCompletion(
-                output.token_ids, output.logprobs, pending_request.version, output.has_end_token
-            )
-            _settle(pending_request.future, completion)
+            else:
+                _settle(pending_request.future, completion)
 
     def _refuse(self, request_id: int, error: Exception) -> None:
         pending_request = self._pending_requests.pop(request_id, None)
@@ -225,6 +224,28 @@ class AsyncEngine:
     def _refuse_if_failed(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+
+def _make_completion(output: EngineOutput, request: _PendingRequest) -> SampledCompletion:
+    """Return the completion of a request.
+
+    Raises:
+        ValueError: the engine sampled a token that no episode may be trained on.
+    """
+    invalid_logprobs = [value for value in output.logprobs if not math.isfinite(value)]
+    if invalid_logprobs:
+        raise ValueError(
+            f"the engine sampled a token with the log-prob {invalid_logprobs[0]}; the "
+            "model's values are not finite: lower learner.learning_rate, or use another "
+            "learner.dtype"
+        )
+    return SampledCompletion(
+        output.token_ids,
+        output.logprobs,
+        request.version,
+        output.has_end_token,
+        None if request.answers is None else request.answers.list_allowed_ids(output.token_ids),
+    )
 
 
 def _settle(
@@ -261,4 +282,5 @@ def make_engine(run: LanguageModelRun, model_path: str, chat: ChatTokenizer) -> 
                 end_token_ids=chat.end_token_ids,
                 max_tokens=run.generator.max_model_tokens or run.rollout.max_tokens,
                 dtype=run.learner.dtype,
+                restricts_to_answers=run.rollout.constrain == "legal_answers",
             )

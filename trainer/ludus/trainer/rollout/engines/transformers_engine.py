@@ -5,8 +5,8 @@ This is efficient for the episodes of a group, which start with the same tokens.
 
 Each next token is drawn by inverse transform sampling:
 
-    logits --repetition penalty--> --temperature--> log-probs --min_p, top_k, top_p-->
-        cut-off log-probs --uniform number--> token
+    logits --legal answers--> --repetition penalty--> --temperature--> log-probs
+        --min_p, top_k, top_p--> cut-off log-probs --uniform number--> token
 
 Each token is determined by one random number, which depends only on the request's seed and the
 token's position. A token therefore does not depend on the other rows of the batch. As in vLLM, each
@@ -27,6 +27,7 @@ from ludus.trainer.algorithms.losses import token_logprobs
 from ludus.trainer.core.interfaces import EngineOutput, EngineRequest, StateDict
 from ludus.trainer.core.streams import draw_uniforms
 from ludus.trainer.core.types import Sampling, ScoringRequest
+from ludus.trainer.rollout.engines.restriction import restrict_logits
 
 
 @dataclass(slots=True)
@@ -133,6 +134,12 @@ class TransformersEngine:
         seeds = [completion.request.seed for completion in batch]
         uniforms = torch.from_numpy(draw_uniforms(seeds, [position] * len(seeds))).to(self._device)
         samplings = [completion.request.sampling for completion in batch]
+        restrictions = {
+            row: (completion.request.answers, completion.token_ids)
+            for row, completion in enumerate(batch)
+            if completion.request.answers is not None
+        }
+        logits = restrict_logits(logits, restrictions)
         if all(sampling.repetition_penalty == 1 for sampling in samplings):
             return sample_tokens(logits, samplings, uniforms)
         contexts = [[*completion.request.prompt_ids, *completion.token_ids] for completion in batch]

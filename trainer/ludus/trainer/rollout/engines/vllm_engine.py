@@ -16,25 +16,67 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from vllm import RequestOutput, SamplingParams
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.sample.logits_processor import (
+    BatchUpdate,
+    LogitsProcessor,
+    process_dict_updates,
+)
 
 from ludus.proto.config import VllmGenerator
 from ludus.proto.errors import ConfigError, WeightSyncError
+from ludus.trainer.core.answer_trie import AnswerTrie
 from ludus.trainer.core.interfaces import EngineOutput, EngineRequest, StateDict
 from ludus.trainer.core.types import ScoringRequest
+from ludus.trainer.rollout.engines.restriction import restrict_logits
 from ludus.trainer.rollout.engines.vllm_process import MULTIPROCESSING_VARIABLE
 
+_ANSWERS = "answers"
+"""Name of the additional argument of a request that is restricted to answers."""
+_RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 _GIB = 2**30
 _SCORING_REQUEST_ID = "score"
 
 # These loggers report harmless conditions, or log the whole content of a batch.
 logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
 logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)
+
+
+class AnswerLogitsProcessor(LogitsProcessor):
+    """The restriction of requests to answers, which vLLM applies before it samples.
+
+    vLLM then computes the log-probs of the restricted distribution. Its own `allowed_token_ids`
+    are the same at all positions, and its structured outputs accept every split of an answer into
+    tokens, of which the learner would have to know the allowed tokens too.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        self._requests: dict[int, tuple[AnswerTrie, list[int]]] = {}
+        """Answers and sampled tokens of the restricted requests, by row. vLLM extends the lists."""
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        process_dict_updates(self._requests, batch_update, _find_answers)
+
+    def apply(self, logits: Tensor) -> Tensor:
+        return restrict_logits(logits, self._requests)
+
+
+def _find_answers(
+    params: SamplingParams, _: list[int] | None, token_ids: list[int]
+) -> tuple[AnswerTrie, list[int]] | None:
+    """Return the answers and the sampled tokens of a request; None if it is not restricted."""
+    answers = (params.extra_args or {}).get(_ANSWERS)
+    return None if answers is None else (answers, token_ids)
 
 
 class VllmEngine:
@@ -52,13 +94,19 @@ class VllmEngine:
         end_token_ids: Collection[int],
         max_tokens: int,
         dtype: str,
+        restricts_to_answers: bool = False,
     ) -> None:
+        """`restricts_to_answers` says whether requests may have answers."""
         if os.environ.get(MULTIPROCESSING_VARIABLE) != "0":
             raise ConfigError(
                 f"{MULTIPROCESSING_VARIABLE} = {os.environ.get(MULTIPROCESSING_VARIABLE)!r} must "
                 "be '0' in a process that runs a vLLM engine; start the process with the variables "
                 "from make_vllm_variables()"
             )
+        self._processors = [AnswerLogitsProcessor] if restricts_to_answers else None
+        if restricts_to_answers:
+            # The second runner, the default on GPUs, gives processors no sampled tokens on the CPU.
+            os.environ[_RUNNER_VARIABLE] = "0"
         with _restore_process_settings():
             self._llm = LLMEngine.from_engine_args(
                 EngineArgs(
@@ -74,6 +122,7 @@ class VllmEngine:
                     disable_log_stats=True,
                     use_tqdm_on_load=False,
                     async_scheduling=False,
+                    logits_processors=self._processors,
                     **_make_device_arguments(config),
                 )
             )
@@ -92,6 +141,7 @@ class VllmEngine:
         sampling_params = SamplingParams(
             **asdict(request.sampling),  # vLLM uses the same names
             seed=request.seed,
+            extra_args=None if request.answers is None else {_ANSWERS: request.answers},
             stop_token_ids=sorted(self._end_token_ids),
             ignore_eos=True,
             logprobs=0,
