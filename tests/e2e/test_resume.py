@@ -66,9 +66,16 @@ def list_evaluation_rows(run: Run) -> list[MetricsRow]:
     return [row.model_copy(update={"elapsed_s": 0.0}) for row in rows]
 
 
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_resumed_run_equals_an_uninterrupted_run(tmp_path: Path, num_ranks: int) -> None:
-    settings = (*EXACT_SETTINGS, f"learner.num_ranks={num_ranks}", "training.num_steps=2")
+@pytest.mark.parametrize(
+    "setting",
+    [
+        pytest.param("learner.num_ranks=1", id="1"),
+        pytest.param("learner.num_ranks=2", id="2", marks=pytest.mark.long),
+        pytest.param("rollout.constrain=legal_answers", id="answers", marks=pytest.mark.long),
+    ],
+)
+def test_resumed_run_equals_an_uninterrupted_run(tmp_path: Path, setting: str) -> None:
+    settings = (*EXACT_SETTINGS, setting, "training.num_steps=2")
     with start_run(tmp_path / "whole", *settings) as full_run:
         full_run.finish()
     # Copy the run without its second checkpoint, so that the copy resumes after the first step.

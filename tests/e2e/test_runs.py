@@ -52,6 +52,22 @@ def test_vllm_samples_with_learner_weights_after_every_sync(tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("shared_ray")
+def test_run_restricted_to_legal_answers_samples_no_other_text(tmp_path: Path) -> None:
+    length = ("training.num_steps=2", "model.warm_start_games=1", "eval.num_games=100")
+    # Without stale samples, the learner must compute the log-probs of the sampler.
+    settings = (*length, "training.max_staleness=0", "rollout.constrain=legal_answers")
+    with start_run(tmp_path, *settings) as run:
+        run.finish()
+    trained_rows = [row.values for row in run.rows if row.kind == "train"]
+    assert [values["num_episodes_invalid"] for values in trained_rows] == [0, 0]
+    assert max(values["mismatch_kl"] for values in trained_rows) < 1e-5
+    assert min(values["entropy"] for values in trained_rows) > 0
+    evaluations = [row.values for row in run.rows if row.kind == "eval"]
+    assert [values["invalid_rate"] for values in evaluations] == [0] * len(evaluations)
+    assert len(evaluations) == 2, "the run was not evaluated before and after the training"
+
+
+@pytest.mark.usefixtures("shared_ray")
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -25,8 +25,9 @@ from ludus.proto.errors import ConfigError
 REFUSED_FIELDS = (
     *("kind", "model"),
     *("algorithm.kind", "algorithm.critic.kind", "ppo.num_environments", "ppo.scale_rewards"),
+    "rollout.constrain",
 )
-"""Fields that decide the shape of a checkpoint, which cannot be loaded after a change."""
+"""Fields that decide the content of a checkpoint, which cannot be used after a change."""
 
 IGNORED_FIELDS = (
     "name",

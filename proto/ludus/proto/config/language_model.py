@@ -28,6 +28,7 @@ from ludus.proto.config.sections import (
     LearnerConfig,
     ModelConfig,
     PlacementConfig,
+    PretrainedModel,
     RayWeightStore,
     RolloutConfig,
     TinyModel,
@@ -117,6 +118,7 @@ class LanguageModelRun(TrainingRun):
         self._check_temperatures()
         self._check_sessions()
         self._check_distribution()
+        self._check_constraint()
         self._check_batch_rollouts()
         self._check_workers()
         self._check_timeouts()
@@ -267,6 +269,32 @@ class LanguageModelRun(TrainingRun):
             f"rollout.{field} = {default_value:g}, or algorithm.correction.kind = 'off', "
             "geometric_mask = null and old_logprobs = 'recompute'"
         )
+
+    def _check_constraint(self) -> None:
+        """Raise an error if completions cannot be restricted to the legal answers."""
+        if self.rollout.constrain == "none":
+            return
+        constraint = f"rollout.constrain = '{self.rollout.constrain}'"
+        if isinstance(self.model, PretrainedModel) and self.model.enable_thinking:
+            raise ValueError(
+                f"{constraint} leaves no room for thoughts, but model.enable_thinking = true; "
+                "set it to false, or remove rollout.constrain"
+            )
+        for name, environment in self.environments.items():
+            settings = {
+                "agent": environment.agent is not None,
+                "rollout": environment.rollout is not None,
+                "tools": environment.tools,
+                "parse": environment.parse is not None,
+            }
+            fields = [field for field, is_set in settings.items() if is_set]
+            if fields:
+                raise ValueError(
+                    f"{constraint} restricts completions to the answers that the environment's "
+                    f"text_renderer lists, but {self.environment_section(name)}.{fields[0]} of "
+                    f"environment '{name}' lets completions be other texts; remove {fields[0]}, "
+                    "or remove rollout.constrain"
+                )
 
     @property
     def learning_rate(self) -> float:

@@ -62,6 +62,7 @@ from ludus.trainer.models.chat import ChatTokenizer, count_chars, is_surely_long
 from ludus.trainer.rollout.adapters.environment_adapter import RendererError, make_renderer
 from ludus.trainer.rollout.agents.launchers import check_agent
 from ludus.trainer.rollout.engines.vllm_process import is_vllm_installed
+from ludus.trainer.rollout.legal_answers import LegalAnswers, check_answers
 from ludus.trainer.rollout.rewards.scoring import check_columns
 from ludus.trainer.rollout.runner import episode_limits
 from ludus.trainer.run.checkpoint import MODEL_FOLDER, RunState
@@ -238,6 +239,7 @@ async def check_first_prompts(
 ) -> None:
     """Check the chat template, and that some first prompts leave room for a completion.
 
+    If completions are restricted to legal answers, check the answers in the first states too.
     Episodes with a longer prompt are void. Rollout functions and agents make their own prompts, so
     they are not checked.
     """
@@ -249,7 +251,9 @@ async def check_first_prompts(
         limits = episode_limits(run, name)
         lengths = []
         for seed in range(MAX_FIRST_SEEDS):
-            opening, _ = await fetch_first_opening(environment, seed)
+            opening, first_result = await fetch_first_opening(environment, seed)
+            if limits.constrain == "legal_answers":
+                LegalAnswers(tokenizer, name, limits.max_completion_tokens).make_trie(first_result)
             if is_surely_longer(count_chars(opening.messages, opening.tools), limits.max_tokens):
                 continue
             lengths.append(len(tokenizer.encode_first_prompt(opening.messages, opening.tools)))
@@ -356,7 +360,10 @@ def _check_first_messages(
     limits = episode_limits(run, name)
     lengths = []
     for seed in range(MAX_FIRST_SEEDS):
-        lengths.append(count_chars(_render_first_messages(name, config, environment, seed)))
+        messages = _render_first_messages(
+            name, config, environment, seed, needs_answers=limits.constrain == "legal_answers"
+        )
+        lengths.append(count_chars(messages))
         if not is_surely_longer(lengths[-1], limits.max_tokens):
             return
     raise _make_length_error(name, limits, f"{min(lengths)} characters")
@@ -372,11 +379,17 @@ def _make_length_error(name: str, limits: RolloutConfig, shortest_length: str) -
 
 
 def _render_first_messages(
-    name: str, config: LocalEnvironment, environment: AnyEnvironment, seed: int
+    name: str,
+    config: LocalEnvironment,
+    environment: AnyEnvironment,
+    seed: int,
+    *,
+    needs_answers: bool,
 ) -> list[Message]:
     """Return the messages that start an episode; empty if the environment fails or has no text.
 
-    Failures of the environment void episodes; wrong messages end the start.
+    Failures of the environment void episodes; wrong messages, and missing legal answers if they are
+    needed, end the start.
     """
     try:
         transition = environment.reset(seed=seed)
@@ -385,6 +398,8 @@ def _render_first_messages(
         _log.warning("environment '%s' cannot start an episode: %s", name, error)
         return []
     text = None
+    if needs_answers:
+        check_answers(encoded_result.text.legal_answers if encoded_result.text else [], name)
     if encoded_result.text is not None:
         text = TextView(orjson.loads(encoded_result.text.messages_json), [])
     elif config.render is None:

@@ -101,6 +101,12 @@ def evaluate_models(run: LanguageModelRun, request: ModelEvaluationRequest) -> N
         lowers = request.lowers_completion_tokens
         models = [check_model(run, name, lowers=lowers) for name in request.models]
     else:
+        if run.rollout.constrain != "none":
+            raise ConfigError(
+                f"--endpoint samples texts that rollout.constrain = '{run.rollout.constrain}' "
+                "cannot restrict; remove rollout.constrain, or evaluate the model without "
+                "--endpoint"
+            )
         models = [EvaluatedModel(name, run) for name in request.models]
     with (request.folder / EVALUATION_ROWS_FILE).open("a", encoding="utf-8") as file:
         asyncio.run(_play_all(run, request, models, RowsWriter(file)))

@@ -23,6 +23,7 @@ from ludus.env import Message
 from ludus.proto.config import RolloutConfig
 from ludus.proto.errors import ConfigError, LudusError
 from ludus.proto.runs import TranscriptTurn
+from ludus.trainer.core.answer_trie import AnswerTrie
 from ludus.trainer.core.interfaces import GenerateFunction
 from ludus.trainer.core.streams import mix
 from ludus.trainer.core.types import Sampling, TokenSequence, Turn, join_tokens, join_turns
@@ -208,8 +209,11 @@ class Conversation(EpisodeRecord[Turn]):
         if is_slow_to_encode(num_chars):
             await asyncio.to_thread(self._get_pending_ids)
 
-    async def complete(self) -> str:
+    async def complete(self, answers: AnswerTrie | None = None) -> str:
         """Sample one completion and return its text.
+
+        Args:
+            answers: answers to which the completion is restricted; None if it is not restricted.
 
         Raises:
             ConversationFullError: the limits allow no further completion.
@@ -219,7 +223,8 @@ class Conversation(EpisodeRecord[Turn]):
         pending_ids, parent = self._get_pending_ids(), self._parent
         prompt_ids = [*join_tokens(parent.lineage if parent else ()), *pending_ids]
         seed = mix(self.key, self.num_turns)
-        completion = await self.generate(prompt_ids, self.sampling, seed)
+        restriction = () if answers is None else (answers,)
+        completion = await self.generate(prompt_ids, self.sampling, seed, *restriction)
         text = self.chat.decode(completion.token_ids)
         new_messages = self.messages[self._num_answered_messages :]
         turn = Turn(pending_ids, completion, messages=new_messages, text=text, parent=parent)

@@ -21,6 +21,7 @@ import httpx
 from ludus.env import Message
 from ludus.env.types import JsonObject
 from ludus.proto.errors import ConfigError, NotFoundError, UnavailableError
+from ludus.trainer.core.answer_trie import AnswerTrie
 from ludus.trainer.core.streams import mix
 from ludus.trainer.core.types import SampledCompletion, Sampling, TokenSequence, Turn
 from ludus.trainer.models.chat import ChatTokenizer
@@ -193,8 +194,9 @@ class EndpointConversation(Conversation):
     async def encode_long_messages(self) -> None:
         """Do nothing, because the endpoint encodes the messages."""
 
-    async def complete(self) -> str:
-        """Request one completion and return its text."""
+    async def complete(self, answers: AnswerTrie | None = None) -> str:
+        """Request one completion and return its text. No endpoint can restrict it to answers."""
+        assert answers is None
         self.refuse_if_full()
         new_messages = self.messages[self._num_answered_messages :]
         request_messages = [*self._sent_messages, *self._make_request_messages(new_messages)]

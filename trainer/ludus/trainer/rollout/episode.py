@@ -62,6 +62,7 @@ from ludus.trainer.rollout.adapters.environment_adapter import (
 )
 from ludus.trainer.rollout.adapters.tool_adapter import ToolAdapter, Toolbox
 from ludus.trainer.rollout.conversation import Conversation, ConversationFullError, EpisodeRecord
+from ludus.trainer.rollout.legal_answers import LegalAnswers
 from ludus.trainer.rollout.overlong import judge_length
 from ludus.trainer.rollout.rewards.scoring import PlayedEpisode
 from ludus.trainer.rollout.runner import EpisodeStart, RunnerComponents
@@ -115,23 +116,29 @@ class SessionRunner(ABC, Generic[RecordT]):
     """True if an episode whose server is lost is replayed on another server and continued."""
     toolbox: Toolbox | None = None
     """Tools that completions can call; None if every completion is an action."""
+    legal_answers: LegalAnswers | None = None
+    """Legal answers to which completions are restricted; None if they are not restricted."""
     plays_groups_together: ClassVar[bool] = False
     record_class: ClassVar[type[Any]]
     """Class of the record of an episode, a subclass of EpisodeRecord."""
 
     @classmethod
     async def start(cls, components: RunnerComponents) -> Self:
-        config = components.config
+        config, chat, limits = components.config, components.chat, components.limits
+        name, legal_answers = components.environment, None
+        if limits.constrain == "legal_answers":
+            legal_answers = LegalAnswers(chat, name, limits.max_completion_tokens)
         return cls(
-            environment=components.environment,
+            environment=name,
             client=components.client,
             generate=components.engine,
-            chat=components.chat,
-            renderer=make_renderer(config, components.environment),
-            limits=components.limits,
+            chat=chat,
+            renderer=make_renderer(config, name),
+            limits=limits,
             max_sessions=(await components.client.describe()).max_sessions,
             replays_lost_episodes=config.resume,
-            toolbox=Toolbox(components.client, components.environment) if config.tools else None,
+            toolbox=Toolbox(components.client, name) if config.tools else None,
+            legal_answers=legal_answers,
             **await cls.start_extra_fields(components),
         )
 
@@ -301,7 +308,10 @@ class TurnLoopRunner(SessionRunner[Conversation]):
             await record.encode_long_messages()
             if not record.has_room:
                 break
-            text = record.thoughts.get_answer(await record.complete())
+            answers = None
+            if self.legal_answers is not None:
+                answers = self.legal_answers.make_trie(adapter.last_result)
+            text = record.thoughts.get_answer(await record.complete(answers))
             outcome = await adapter.apply_text(text)
             record.record_action(outcome.action)
             record.record_calls(outcome.num_calls, outcome.num_calls_failed)
