@@ -290,6 +290,7 @@ async def test_service_gets_task_and_key_and_episode_is_lost_if_service_stops(
     assert not group_after_stop.rollouts[0].has_agent_failed
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [("HTTP_PROXY", "NO_PROXY"), ("http_proxy", "no_proxy")])
 async def test_requests_to_loopback_take_no_proxy(

@@ -46,6 +46,7 @@ async def complete(tree: ConversationTree, *messages: ChatMessage, **fields: Any
     return (await tree.respond(PolicyRequest(messages, **fields)))[0]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 async def test_random_agent_episodes_train_exactly_on_sampled_tokens(
     chat: ChatTokenizer,

@@ -49,7 +49,7 @@ from ludus.trainer.core.types import (
 )
 from ludus.trainer.data.batch import make_batch, shuffle_rewards
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 NUM_PROMPTS = 4
 NUM_TURNS = 2

@@ -103,6 +103,7 @@ def test_seed_determines_the_screens() -> None:
     assert record_screens(1) == first_screens
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ball_following_policy_beats_waiting_and_random_policies() -> None:
     pong = {"game": "pong", "max_scores": 1}

@@ -227,6 +227,7 @@ CHECKPOINT_ATTACKS: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("attack", make_cases(CHECKPOINT_ATTACKS))
 def test_hostile_checkpoint_of_a_network_runs_no_code(
     network_run: Path, tmp_path: Path, attack: Callable[[Path], object]

@@ -25,6 +25,7 @@ from tests.env.polling import run_pending_tasks, wait_until
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.timeout(1800),
     pytest.mark.asyncio(loop_scope="module"),
 ]

@@ -155,6 +155,7 @@ def test_sampled_actions_match_the_reported_log_probs(space: spaces.Space[Any]) 
     assert torch.isclose(-logprobs.mean(), entropies[0], atol=0.06)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_value_of_a_truncated_episode_is_bootstrapped() -> None:
     config = NetworkPpoConfig(

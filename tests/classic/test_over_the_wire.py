@@ -30,6 +30,7 @@ def make_run(folder: Path, environment: dict[str, str]) -> NetworkRun:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1", "FrozenLake-v1"])
 def test_remote_and_local_environments_produce_identical_weights(
     tmp_path: Path, env_id: str

@@ -66,6 +66,7 @@ def test_new_package_has_the_openenv_layout(grid_maze: Path) -> None:
             assert not any(token in path.read_text() for token in ("__NAME__", "__CLASS__"))
 
 
+@pytest.mark.long
 def test_new_package_passes_lint_tests_and_env_check(grid_maze: Path) -> None:
     ruff = Path(sys.executable).parent / "ruff"
     for command in (("check",), ("format", "--check")):
@@ -84,6 +85,7 @@ def test_new_package_passes_lint_tests_and_env_check(grid_maze: Path) -> None:
     assert "broken" not in check_result.stdout
 
 
+@pytest.mark.long
 def test_new_package_works_after_pip_install(grid_maze: Path, tmp_path: Path) -> None:
     site_folder = tmp_path / "site"
     install_arguments = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation")

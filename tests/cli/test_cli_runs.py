@@ -212,6 +212,7 @@ def test_resume_of_a_complete_run_says_so_and_starts_nothing(
     assert cluster(get_job)["metadata"]["uid"] == old_uid
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("has_old_log", [True, False])
 def test_resume_shows_the_step_of_the_checkpoint(
     ludus: RunCli, cluster: Call, has_old_log: bool

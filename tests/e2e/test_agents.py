@@ -52,7 +52,7 @@ PROGRAM_OVERRIDES = (
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param(FUNCTION_OVERRIDES, id="function"),
+        pytest.param(FUNCTION_OVERRIDES, id="function", marks=pytest.mark.long),
         pytest.param(PROGRAM_OVERRIDES, id="program", marks=pytest.mark.long),
     ],
 )

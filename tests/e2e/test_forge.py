@@ -64,6 +64,7 @@ def test_training_in_two_parts_equals_uninterrupted_training(
     assert terms == {"evaluate_response"}
 
 
+@pytest.mark.long
 def test_tutorial_configuration_trains_a_tiny_model(tmp_path: Path, server: RunningServer) -> None:
     path = tmp_path / "blackjack.yaml"
     path.write_text(yaml.safe_dump(tutorial_config()))

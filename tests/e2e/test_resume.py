@@ -69,7 +69,7 @@ def list_evaluation_rows(run: Run) -> list[MetricsRow]:
 @pytest.mark.parametrize(
     "setting",
     [
-        pytest.param("learner.num_ranks=1", id="1"),
+        pytest.param("learner.num_ranks=1", id="1", marks=pytest.mark.long),
         pytest.param("learner.num_ranks=2", id="2", marks=pytest.mark.long),
         pytest.param("rollout.constrain=legal_answers", id="answers", marks=pytest.mark.long),
     ],

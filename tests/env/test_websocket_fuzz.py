@@ -239,6 +239,7 @@ async def open_and_drop_stream(stub, generator: random.Random) -> None:
     stream.cancel()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("num_drops", [500, 5_000])
 async def test_unclean_disconnects_leave_no_sessions(num_drops) -> None:

@@ -34,7 +34,7 @@ from ludus.trainer.learner.micro_batches import MicroBatchConfig, make_micro_bat
 from ludus.trainer.learner.model import PolicyModel, estimate_row_costs
 from tests.process_group import open_single_rank_group
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 NUM_CASES = 200
 TOLERANCE = 1e-5

@@ -328,6 +328,7 @@ def test_standing_on_20_against_a_six_wins_four_times_in_five() -> None:
     assert value.expected_return == pytest.approx(2 * value.win + value.draw - 1)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_blackjack_solver_reproduces_the_stored_chart() -> None:
     chart = blackjack.find_basic_strategy()
