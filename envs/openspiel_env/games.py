@@ -6,12 +6,14 @@ import difflib
 import functools
 import importlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import pyspiel
 
+from ludus.env import ReturnRange
 from ludus.proto.errors import ConfigError, NotFoundError
 
 from .snapshots import SnapshotEncoder
@@ -61,6 +63,8 @@ class LoadedGame:
     """True if OpenSpiel itself draws random numbers."""
     can_be_won_and_lost: bool
     """True if returns can be positive and negative. In other games their sign has no meaning."""
+    return_range: ReturnRange | None
+    """Lowest and highest utility; None if moves have rewards or the utilities have no range."""
 
     def with_seed(self, seed: int) -> pyspiel.Game:
         """Return the game with a 31-bit seed for OpenSpiel's own random numbers."""
@@ -114,7 +118,16 @@ def _load_cached_game(name: str, params_json: str) -> LoadedGame:
         shows_moves=has_perfect_information or short_name in PUBLIC_MOVE_GAMES,
         has_random_seed="rng_seed" in game_type.parameter_specification,
         can_be_won_and_lost=game.min_utility() < 0 < game.max_utility(),
+        return_range=_find_return_range(game),
     )
+
+
+def _find_return_range(game: pyspiel.Game) -> ReturnRange | None:
+    lowest, highest = game.min_utility(), game.max_utility()
+    is_final = game.get_type().reward_model == pyspiel.GameType.RewardModel.TERMINAL
+    if not is_final or not -math.inf < lowest < highest < math.inf:
+        return None
+    return ReturnRange(lowest, highest)
 
 
 def _require_registered(short_name: str) -> None:

@@ -19,6 +19,7 @@ from ludus.proto.runs import (
     CONFIG_FILE,
     LOG_FILE,
     METRICS_FILE,
+    RESOLVED_PREFIX,
     SUMMARY_FILE,
     EnvironmentResult,
     EvalReport,
@@ -49,6 +50,11 @@ def main() -> int:
             signal.raise_signal(signal.SIGKILL)
     if args.command == "eval":
         return evaluate(args)
+    if args.command == "check" and scenario == "resolves":
+        checked_run = LanguageModelRun.model_validate_json(args.config.read_text())
+        rollout = checked_run.rollout.model_copy(update={"invalid_action_reward": -3.0})
+        checked_run = checked_run.model_copy(update={"rollout": rollout})
+        sys.stdout.write(f"{RESOLVED_PREFIX}{checked_run.model_dump_json()}\nnoise\n")
     if args.command == "check":
         return 0
     run = LanguageModelRun.model_validate_json(args.config.read_text())

@@ -33,6 +33,14 @@ def test_dry_run_prints_the_resolved_configuration_and_starts_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_dry_run_prints_the_settings_that_the_trainer_has_resolved(
+    ludus: RunCli, use_fake_trainer: UseFakeTrainer
+) -> None:
+    use_fake_trainer("resolves")
+    config = json.loads(ludus("train", "--dry-run", "--set", "name=mine").out)
+    assert (config["name"], config["rollout"]["invalid_action_reward"]) == ("mine", -3.0)
+
+
 @pytest.mark.parametrize("options", [(), ("--dry-run",)], ids=["run", "dry run"])
 @pytest.mark.parametrize(
     ("name", "text"),

@@ -127,7 +127,7 @@ async def test_unknown_token_id_is_an_invalid_action(
 ) -> None:
     rollout, _ = await play(client, chat, [1, 60_000])
     assert rollout.status is RolloutStatus.INVALID_ACTION
-    assert rollout.episode_return == LIMITS.invalid_action_reward
+    assert rollout.episode_return == LIMITS.known_invalid_action_reward
 
 
 async def test_number_of_rewards_must_match_the_sampled_tokens(chat: ChatTokenizer) -> None:

@@ -37,6 +37,19 @@ def test_environment_limits_override_run_limits() -> None:
     assert episode_limits(make_run(max_turns=2), "cards").max_tokens == 200
 
 
+@pytest.mark.parametrize("terms", [[{}], [{"function": f"{FUNCTIONS}:count_words", "weight": 0}]])
+async def test_each_environment_has_its_own_reward_of_an_invalid_action(
+    client: AsyncEnvClient, chat: ChatTokenizer, terms: list[dict[str, Any]]
+) -> None:
+    run = make_run(invalid_action_reward=-2.5, rewards=terms)
+    policy = ScriptedPolicy(chat, itertools.repeat("no action"))
+    player = await start_player(run, "cards", client, policy, chat)
+    [group] = await player.play_groups([GroupSpec(0, "cards", (4, 4))], SAMPLING, [0])
+    assert [(rollout.reward, rollout.episode_return) for rollout in group.rollouts] == [
+        (-2.5, -2.5)
+    ] * 2
+
+
 async def test_player_uses_limits_and_rewards_of_the_environment(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:

@@ -56,7 +56,7 @@ async def test_transcript_with_an_invalid_action_is_one_json_line(
 ) -> None:
     [record] = (await play_episodes(client, chat, ["HIT me\u2028now"])).transcripts
     assert record.status == "invalid_action"
-    assert record.turns[-1].reward == LIMITS.invalid_action_reward
+    assert record.turns[-1].reward == LIMITS.known_invalid_action_reward
     json_line = record.model_dump_json()
     assert "\n" not in json_line
     assert Transcript.model_validate_json(json_line) == record

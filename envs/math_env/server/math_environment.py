@@ -6,7 +6,7 @@ import random
 import secrets
 from typing import Any
 
-from ludus.env import Environment, Transition
+from ludus.env import Environment, ReturnRange, Transition
 from ludus.env.types import JsonObject
 from ludus.proto.errors import EpisodeStateError, ErrorCode
 
@@ -49,6 +49,11 @@ class MathEnvironment(Environment[MathAction, MathObservation, MathState]):
     def options(self) -> JsonObject:
         """The options that the environment was built with."""
         return self._options.to_json()
+
+    @property
+    def return_range(self) -> ReturnRange:
+        """The returns of a wrong and a right answer."""
+        return ReturnRange(0.0, 1.0)
 
     def reset(  # type: ignore[override]  # names its options, so that others are refused
         self, *, seed: int | None = None, episode_id: str | None = None

@@ -8,7 +8,7 @@ from typing import Any
 
 import pyspiel
 
-from ludus.env import Environment, Transition
+from ludus.env import Environment, ReturnRange, Transition
 from ludus.env.types import JsonObject
 from ludus.proto.errors import (
     ConfigError,
@@ -101,6 +101,14 @@ class OpenSpielEnvironment(Environment[OpenSpielAction, OpenSpielObservation, Op
         if self._game.is_turn_based:
             options["sequential_form"] = "turn_based_simultaneous_game"
         return options
+
+    @property
+    def return_range(self) -> ReturnRange | None:
+        """The lowest and the highest utility; None for games that reward single moves.
+
+        The bounds of such games are far from the returns of actual episodes.
+        """
+        return self._game.return_range
 
     @property
     def state(self) -> OpenSpielState:

@@ -6,7 +6,7 @@ import random
 import secrets
 from typing import Any
 
-from ludus.env import Environment, Transition
+from ludus.env import Environment, ReturnRange, Transition
 from ludus.env.types import JsonObject
 from ludus.proto.errors import EpisodeStateError, ErrorCode, IllegalActionError
 
@@ -59,6 +59,11 @@ class UnoEnvironment(Environment[UnoAction, UnoObservation, UnoState]):
     def state(self) -> UnoState:
         """The state of the current episode."""
         return self._state
+
+    @property
+    def return_range(self) -> ReturnRange:
+        """The returns of a lost and a won game."""
+        return ReturnRange(-1.0, 1.0)
 
     def reset(  # type: ignore[override]  # names its options, so that others are refused
         self, *, seed: int | None = None, episode_id: str | None = None

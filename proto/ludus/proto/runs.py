@@ -49,6 +49,8 @@ NETWORK = "network"
 LOG_ROW_PREFIX = "row: "
 """Prefix of log lines with a MetricsRow. In a cluster, the log may be the only readable file of a
 running job."""
+RESOLVED_PREFIX = "resolved: "
+"""Prefix of the line with the configuration that a check of a run has resolved."""
 CONTROL_VARIABLE = "LUDUS_CONTROL_FILE"
 """Environment variable with the path of a second control file, which is mounted into a pod."""
 

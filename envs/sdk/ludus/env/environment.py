@@ -13,6 +13,7 @@ from ludus.env.types import (
     Message,
     Observation,
     ObservationT,
+    ReturnRange,
     State,
     StateT,
     TaskSet,
@@ -87,6 +88,14 @@ class Environment(ABC, Generic[ActionT, ObservationT, StateT]):
     @property
     def tasks(self) -> TaskSet | None:
         """Tasks behind the seeds; None if every seed is a different task."""
+        return None
+
+    @property
+    def return_range(self) -> ReturnRange | None:
+        """Possible returns of an episode; None if they are unknown or have no bounds.
+
+        A run chooses the reward of an invalid action from it.
+        """
         return None
 
     @abstractmethod

@@ -8,6 +8,7 @@ Action --step--> Transition  (in the environment: typed observation)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypedDict, TypeGuard, TypeVar
@@ -205,6 +206,34 @@ class TaskSet:
 
 
 @dataclass(frozen=True, slots=True)
+class ReturnRange:
+    """The returns that an episode of an environment can have.
+
+    Raises:
+        ValueError: a bound is not finite, or the range is empty.
+    """
+
+    lowest: float
+    highest: float
+
+    def __post_init__(self) -> None:
+        if not -math.inf < self.lowest < self.highest < math.inf:
+            raise ValueError(
+                "the lowest and the highest return must be different finite numbers in this order, "
+                f"got {self.lowest} and {self.highest}"
+            )
+
+    @property
+    def invalid_action_reward(self) -> float:
+        """Reward of an invalid action, with which no episode ends above the lowest return.
+
+        It is min(lowest, 0) - (highest - lowest). An episode that has already earned the highest
+        return then ends with min(lowest, 0) + lowest, and any other episode ends lower.
+        """
+        return min(self.lowest, 0.0) - (self.highest - self.lowest)
+
+
+@dataclass(frozen=True, slots=True)
 class EnvironmentDescription:
     """A server's description of its environment."""
 
@@ -233,6 +262,8 @@ class EnvironmentDescription:
     """Number of tasks; None if every seed is a different task, or if unknown."""
     takes_any_text: bool = False
     """True if every text is a legal action."""
+    return_range: ReturnRange | None = None
+    """Possible returns of an episode; None if the environment does not declare them."""
 
     def takes_option(self, name: str) -> bool:
         """Return True if `reset` has an option of that name."""

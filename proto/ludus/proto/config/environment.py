@@ -107,6 +107,9 @@ class _Environment(Section):
     rollout.max_tokens."""
     max_completion_tokens: PositiveInt | None = None
     """Maximum number of tokens of a completion. null takes rollout.max_completion_tokens."""
+    invalid_action_reward: float | None = None
+    """Reward of a completion that is not a valid action. null takes
+    rollout.invalid_action_reward."""
     reconnect_timeout_s: Seconds = 60.0
     """Time in seconds that a lost server may be unreachable, or nearly all episodes may fail,
     before the run stops."""

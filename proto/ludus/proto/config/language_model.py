@@ -123,6 +123,7 @@ class LanguageModelRun(TrainingRun):
         self._check_workers()
         self._check_timeouts()
         self._check_epochs()
+        self._check_invalid_action_rewards()
         return self
 
     def _check_minibatches(self) -> None:
@@ -239,6 +240,17 @@ class LanguageModelRun(TrainingRun):
                 "algorithm.zero_variance_groups = 'replace' skips groups of equal rewards; set it "
                 "to 'keep', or set training.num_steps instead"
             )
+
+    def _check_invalid_action_rewards(self) -> None:
+        reward = self.rollout.invalid_action_reward
+        environments = self.environments.values()
+        if reward is None or any(config.invalid_action_reward is None for config in environments):
+            return
+        fields = [f"{self.environment_section(name)}" for name in self.environments]
+        raise ValueError(
+            f"rollout.invalid_action_reward = {reward:g} has no effect, because every environment "
+            f"has its own; set invalid_action_reward in {' and '.join(fields)}, or remove it there"
+        )
 
     def _check_batch_rollouts(self) -> None:
         has_runner = any(environment.plays_in_batches for environment in self.environments.values())

@@ -214,14 +214,21 @@ class RolloutConfig(Section):
     overlong: Literal["train", "mask", "penalise"] = "train"
     """Treatment of episodes that a limit on tokens or turns cut off: trained on; masked, so that
     their rewards count in baselines only; or penalised for their length (docs/rewards.md)."""
-    invalid_action_reward: float = -1.0
-    """Reward of a completion that is not a valid action. It ends the episode (docs/rewards.md)."""
+    invalid_action_reward: float | None = None
+    """Reward of a completion that is not a valid action. It ends the episode (docs/rewards.md).
+    null takes min(lowest, 0) - (highest - lowest), where lowest and highest are the returns that
+    the environment declares, or -1 if it declares none or its return is not part of the reward."""
     group_timeout_s: Seconds = 300.0
     """Time limit in seconds of a group, and of an episode in an evaluation. After that, it is
     void."""
     generate_port: Port | None = None
     """Loopback port on which the runner of a rollout function serves POST /generate/. The runner
     takes a free port if this one is in use, or if it is 0. null opens no port."""
+
+    @property
+    def known_invalid_action_reward(self) -> float:
+        """The reward of a completion that is not a valid action; -1 if it was not chosen yet."""
+        return -1.0 if self.invalid_action_reward is None else self.invalid_action_reward
 
     @property
     def changed_distribution(self) -> tuple[str, float, str] | None:

@@ -92,6 +92,8 @@ def train(
     if is_dry_run:
         end = run_quietly("checking", ["check", *trainer_flags], config)
         exit_on_failure(end, run_dir, "nothing was written")
+        if end.output.resolved_config:
+            config = type(config).model_validate_json(end.output.resolved_config)
         write_json(config.model_dump_json(indent=2))
         return
     _check_environments(config)

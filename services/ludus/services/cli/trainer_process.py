@@ -31,7 +31,7 @@ from typing import IO
 
 from pydantic import BaseModel
 
-from ludus.proto.runs import CONFIG_FILE, LOG_ROW_PREFIX
+from ludus.proto.runs import CONFIG_FILE, LOG_ROW_PREFIX, RESOLVED_PREFIX
 
 STOP_GRACES_S = (900.0, 900.0, 20.0, 0.0)
 """Seconds that the child has to exit after the first, second, third and fourth signal. It may have
@@ -60,11 +60,16 @@ class TrainerOutput:
     """Warnings that have not been shown yet."""
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=NUM_LAST_LINES))
     """Latest lines of any kind."""
+    resolved_config: str = ""
+    """JSON of the configuration that a check has resolved; empty if there is none."""
     _is_in_error: bool = False
 
     def add_line(self, line: str) -> None:
         """Add a line, which is passed without its newline."""
         if line.startswith(LOG_ROW_PREFIX):
+            return
+        if line.startswith(RESOLVED_PREFIX):
+            self.resolved_config = line.removeprefix(RESOLVED_PREFIX)
             return
         self.last_lines.append(line)
         if self._is_in_error and line.startswith(" "):

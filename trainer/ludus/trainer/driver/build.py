@@ -10,6 +10,7 @@ from pathlib import Path
 from ludus.env.contract.schema import random_policy
 from ludus.env.evaluation import EpisodeOutcome, FixedPolicy
 from ludus.env.serving.subprocess import LocalServer
+from ludus.env.types import ReturnRange
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.config.environment import RANDOM_POLICY
 from ludus.proto.runs import CONFIG_FILE, Phase
@@ -63,6 +64,12 @@ class Infrastructure:
             for name, environment in self.environments.items()
             if environment.description.tasks is not None
         }
+
+    @property
+    def return_ranges(self) -> dict[str, ReturnRange | None]:
+        """Declared returns by environment; None for an environment that declares none."""
+        environments = self.environments.items()
+        return {name: environment.description.return_range for name, environment in environments}
 
     @property
     def num_greedy_games(self) -> dict[str, int]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 from ludus.env.runtime import freeze_heap
 from ludus.proto.config import LanguageModelRun
-from ludus.proto.runs import Evaluation, Resume
+from ludus.proto.runs import RESOLVED_PREFIX, Evaluation, Resume
 from ludus.trainer.actors.buffer import RemoteBuffer
 from ludus.trainer.actors.placement import Roles
 from ludus.trainer.actors.ray_address import is_local
@@ -19,6 +20,11 @@ from ludus.trainer.core.tasks import gather_or_cancel
 from ludus.trainer.driver.build import make_worker_spec, play_all_baselines, start_infrastructure
 from ludus.trainer.driver.checks import check_start, resolve_config
 from ludus.trainer.driver.evaluation import Evaluator
+from ludus.trainer.driver.invalid_actions import (
+    fetch_return_ranges,
+    needs_choice,
+    resolve_invalid_action_rewards,
+)
 from ludus.trainer.driver.trainer import Trainer
 from ludus.trainer.run.checkpoint import MODEL_FOLDER, RunState, read_state
 from ludus.trainer.run.lifecycle import log_to_folder
@@ -49,8 +55,14 @@ async def _run_trainer(trainer: Trainer) -> None:
 
 
 def check(run: LanguageModelRun, *, resume: Resume, overwrite: bool) -> None:
-    """Check everything that could stop a run from starting, without writing anything."""
+    """Check everything that could stop a run from starting, without writing anything.
+
+    Standard output gets the configuration, with the settings that its environments determine.
+    """
     check_start(resolve_config(run), resume)
+    if needs_choice(run):
+        run = resolve_invalid_action_rewards(run, asyncio.run(fetch_return_ranges(run)))
+    sys.stdout.write(f"{RESOLVED_PREFIX}{run.model_dump_json()}\n")
 
 
 def evaluate(run: LanguageModelRun, checkpoint: Path) -> Evaluation:
@@ -64,6 +76,7 @@ def evaluate(run: LanguageModelRun, checkpoint: Path) -> Evaluation:
 async def _evaluate_checkpoint(run: LanguageModelRun, checkpoint: Path) -> Evaluation:
     async with start_infrastructure(run, run.folder, Roles.WORKERS) as infrastructure:
         placement = infrastructure.placement
+        run = resolve_invalid_action_rewards(run, infrastructure.return_ranges)
         spec = make_worker_spec(run, str(checkpoint / MODEL_FOLDER), infrastructure, run.folder)
         workers, baselines = await gather_or_cancel(
             RolloutWorkers.start(spec, RemoteBuffer(run, placement), placement),

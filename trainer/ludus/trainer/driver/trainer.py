@@ -36,6 +36,7 @@ from ludus.trainer.core.stopping import RunStopped, StopRequest
 from ludus.trainer.core.tasks import CancellingTaskGroup
 from ludus.trainer.driver.build import start_components, start_infrastructure
 from ludus.trainer.driver.checks import check_importable_names, check_models, resolve_config
+from ludus.trainer.driver.invalid_actions import resolve_invalid_action_rewards
 from ludus.trainer.driver.loops.controller import Controller
 from ludus.trainer.driver.loops.steps import Step, StepGate
 from ludus.trainer.driver.policy import Policy
@@ -236,6 +237,8 @@ class Trainer:
             start_infrastructure(self.run, self.folder)
         )
         self.run = resolve_num_steps(self.run, self._infrastructure.num_tasks)
+        return_ranges = self._infrastructure.return_ranges
+        self.run = resolve_invalid_action_rewards(self.run, return_ranges)
         self._metrics.num_steps = self.run.training.num_steps
         if storage.checkpoint is None:
             storage.folder.write(CONFIG_FILE, self.run)

@@ -222,7 +222,7 @@ class SessionRunner(ABC, Generic[RecordT]):
 
     def make_adapter(self, session: AsyncSession, first_result: StepResult) -> EnvironmentAdapter:
         """Return the adapter that turns completions into actions or tool calls."""
-        invalid_action_reward = self.limits.invalid_action_reward
+        invalid_action_reward = self.limits.known_invalid_action_reward
         if self.toolbox is not None:
             return ToolAdapter(
                 session,
@@ -350,7 +350,7 @@ class FunctionRunner(TurnLoopRunner):
             if not record.num_turns:
                 # The function itself chose the invalid action, not the policy.
                 raise
-            record.add_reward(self.limits.invalid_action_reward)
+            record.add_reward(self.limits.known_invalid_action_reward)
             return EpisodeEnd(RolloutStatus.INVALID_ACTION)
         if not isinstance(end, EpisodeEnd):
             raise TypeError(

@@ -34,7 +34,12 @@ from ludus.trainer.rollout.agents.runner import AgentRunner
 from ludus.trainer.rollout.episode import FunctionRunner, TurnLoopRunner
 from ludus.trainer.rollout.rewards.reward_models import RewardModels
 from ludus.trainer.rollout.rewards.scoring import PlayedEpisode, Reward
-from ludus.trainer.rollout.runner import EpisodeRunner, EpisodeStart, RunnerComponents
+from ludus.trainer.rollout.runner import (
+    EpisodeRunner,
+    EpisodeStart,
+    RunnerComponents,
+    episode_limits,
+)
 from ludus.trainer.rollout.transcript import make_transcript
 
 _log = logging.getLogger(__name__)
@@ -76,10 +81,10 @@ class GroupPlayer:
         reward_models: RewardModels,
     ) -> GroupPlayer:
         """Return the player of an environment, with a runner that has been started."""
-        rollout, config = run.rollout, run.environments[environment]
+        rollout, config = episode_limits(run, environment), run.environments[environment]
         return cls(
             runner,
-            Reward(config.rewards, rollout.invalid_action_reward, reward_models),
+            Reward(config.rewards, rollout.known_invalid_action_reward, reward_models),
             rollout.group_timeout_s,
             rollout.num_groups_in_flight * rollout.group_size,
             run.seed,

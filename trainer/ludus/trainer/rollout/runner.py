@@ -71,7 +71,7 @@ class RunnerComponents:
 def episode_limits(run: LanguageModelRun, environment: str) -> RolloutConfig:
     """Return the run's rollout settings, in which the environment's own limits take precedence."""
     config = run.environments[environment]
-    names = {"max_turns", "max_tokens", "max_completion_tokens"}
+    names = {"max_turns", "max_tokens", "max_completion_tokens", "invalid_action_reward"}
     return run.rollout.model_copy(update=config.model_dump(include=names, exclude_none=True))
 
 

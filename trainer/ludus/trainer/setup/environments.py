@@ -123,6 +123,19 @@ async def connect_environments(
         yield environments
 
 
+async def fetch_description(run: LanguageModelRun, name: str) -> EnvironmentDescription:
+    """Return the description of a remote environment.
+
+    Raises:
+        ConfigError: the server is unreachable.
+    """
+    config = run.environments[name]
+    assert isinstance(config, RemoteEnvironment)
+    section = run.environment_section(name)
+    async with await _connect_client(section, config, config.address) as client:
+        return await client.describe()
+
+
 def make_connect_options(config: EnvironmentConfig | ServerConnection) -> ConnectOptions:
     """Return the client's options for an environment; the token comes from its variable."""
     if not isinstance(config, ServerConnection):

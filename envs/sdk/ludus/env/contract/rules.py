@@ -6,6 +6,7 @@ Servers check at their start whether the rules of determinism hold (`is_determin
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -59,6 +60,8 @@ _NUM_CHANGED_ANSWERS = 4
 _MAX_SHOWN_CHARS = 40
 _QUICK_SEEDS = (1, 2)
 _QUICK_NUM_STEPS = 8
+_RETURN_TOLERANCE = 1e-6
+"""Relative tolerance for rounding errors in the sum of an episode's rewards."""
 
 
 class BrokenRuleError(LudusError):
@@ -98,6 +101,22 @@ def success_is_reported_at_the_end(subject: CheckedEnvironment) -> None:
             expect(is_flag, "success to be a bool or None", actual)
             is_over = transition.terminated or transition.truncated
             expect(success is None or is_over, "success None before the end of an episode", success)
+
+
+def returns_are_in_the_declared_range(subject: CheckedEnvironment) -> None:
+    """Check that no episode has a return outside `return_range`."""
+    declared_range = subject.make().return_range
+    if declared_range is None:
+        return
+    lowest, highest = declared_range.lowest, declared_range.highest
+    tolerance = _RETURN_TOLERANCE * max(1.0, abs(lowest), abs(highest))
+    for seed in subject.seeds:
+        episode = subject.play(seed, policy_seed=seed)
+        if not episode.is_over:
+            continue
+        episode_return = math.fsum(transition.reward or 0.0 for transition in episode.transitions)
+        is_inside = lowest - tolerance <= episode_return <= highest + tolerance
+        expect(is_inside, f"a return from {lowest:g} to {highest:g}", episode_return)
 
 
 def same_seed_and_actions_give_the_same_episode(subject: CheckedEnvironment) -> None:
@@ -345,6 +364,7 @@ RULES: dict[str, Rule] = {
         reset_has_no_reward,
         flags_and_rewards_have_their_types,
         success_is_reported_at_the_end,
+        returns_are_in_the_declared_range,
         same_seed_and_actions_give_the_same_episode,
         parallel_episodes_are_independent,
         a_second_reset_starts_again,

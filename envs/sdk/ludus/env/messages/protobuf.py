@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, fields
 from functools import cached_property
 from typing import Any
@@ -17,7 +18,15 @@ from ludus.env.incoming.faults import shorten_input
 from ludus.env.incoming.json_values import check_num_values
 from ludus.env.sessions.interface import OpenArgs, OpenResult
 from ludus.env.text.unicode import parse_json
-from ludus.env.types import EnvironmentDescription, JsonObject, StepResult, TaskSet, TextView, Tool
+from ludus.env.types import (
+    EnvironmentDescription,
+    JsonObject,
+    ReturnRange,
+    StepResult,
+    TaskSet,
+    TextView,
+    Tool,
+)
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import (
     EnvError,
@@ -308,6 +317,12 @@ def read_description(message: pb.DescribeResponse) -> EnvironmentDescription:
     if message.HasField("tasks"):
         tasks = message.tasks
         field_values["tasks"] = TaskSet(tasks.num_tasks, tasks.num_test_tasks, tuple(tasks.columns))
+    field_values["return_range"] = None
+    if message.HasField("return_range"):
+        # An invalid range of a third-party server counts as not declared.
+        with suppress(ValueError):
+            bounds = message.return_range
+            field_values["return_range"] = ReturnRange(bounds.lowest, bounds.highest)
     return EnvironmentDescription(**field_values)
 
 

@@ -320,6 +320,7 @@ def describe_environment(environment: AnyEnvironment) -> EnvironmentDescription:
         tools=environment.tools,
         tasks=environment.tasks,
         takes_any_text=takes_any_text(environment.text_renderer),
+        return_range=environment.return_range,
     )
     encodable_description: EnvironmentDescription = replace_surrogates(description)
     return encodable_description

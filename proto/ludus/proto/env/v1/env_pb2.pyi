@@ -36,12 +36,20 @@ class TaskSet(_message.Message):
     columns: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, num_tasks: _Optional[int] = ..., num_test_tasks: _Optional[int] = ..., columns: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class ReturnRange(_message.Message):
+    __slots__ = ("lowest", "highest")
+    LOWEST_FIELD_NUMBER: _ClassVar[int]
+    HIGHEST_FIELD_NUMBER: _ClassVar[int]
+    lowest: float
+    highest: float
+    def __init__(self, lowest: _Optional[float] = ..., highest: _Optional[float] = ...) -> None: ...
+
 class DescribeRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("name", "description", "version", "action_schema_json", "observation_schema_json", "state_schema_json", "has_text_view", "max_sessions", "options_json", "reset_options", "takes_any_option", "is_deterministic", "tools_json", "server_id", "linger_s", "idle_timeout_s", "tasks", "takes_any_text")
+    __slots__ = ("name", "description", "version", "action_schema_json", "observation_schema_json", "state_schema_json", "has_text_view", "max_sessions", "options_json", "reset_options", "takes_any_option", "is_deterministic", "tools_json", "server_id", "linger_s", "idle_timeout_s", "tasks", "takes_any_text", "return_range")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +68,7 @@ class DescribeResponse(_message.Message):
     IDLE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     TASKS_FIELD_NUMBER: _ClassVar[int]
     TAKES_ANY_TEXT_FIELD_NUMBER: _ClassVar[int]
+    RETURN_RANGE_FIELD_NUMBER: _ClassVar[int]
     name: str
     description: str
     version: str
@@ -78,7 +87,8 @@ class DescribeResponse(_message.Message):
     idle_timeout_s: float
     tasks: TaskSet
     takes_any_text: bool
-    def __init__(self, name: _Optional[str] = ..., description: _Optional[str] = ..., version: _Optional[str] = ..., action_schema_json: _Optional[bytes] = ..., observation_schema_json: _Optional[bytes] = ..., state_schema_json: _Optional[bytes] = ..., has_text_view: _Optional[bool] = ..., max_sessions: _Optional[int] = ..., options_json: _Optional[bytes] = ..., reset_options: _Optional[_Iterable[str]] = ..., takes_any_option: _Optional[bool] = ..., is_deterministic: _Optional[bool] = ..., tools_json: _Optional[bytes] = ..., server_id: _Optional[str] = ..., linger_s: _Optional[float] = ..., idle_timeout_s: _Optional[float] = ..., tasks: _Optional[_Union[TaskSet, _Mapping]] = ..., takes_any_text: _Optional[bool] = ...) -> None: ...
+    return_range: ReturnRange
+    def __init__(self, name: _Optional[str] = ..., description: _Optional[str] = ..., version: _Optional[str] = ..., action_schema_json: _Optional[bytes] = ..., observation_schema_json: _Optional[bytes] = ..., state_schema_json: _Optional[bytes] = ..., has_text_view: _Optional[bool] = ..., max_sessions: _Optional[int] = ..., options_json: _Optional[bytes] = ..., reset_options: _Optional[_Iterable[str]] = ..., takes_any_option: _Optional[bool] = ..., is_deterministic: _Optional[bool] = ..., tools_json: _Optional[bytes] = ..., server_id: _Optional[str] = ..., linger_s: _Optional[float] = ..., idle_timeout_s: _Optional[float] = ..., tasks: _Optional[_Union[TaskSet, _Mapping]] = ..., takes_any_text: _Optional[bool] = ..., return_range: _Optional[_Union[ReturnRange, _Mapping]] = ...) -> None: ...
 
 class ResetArgs(_message.Message):
     __slots__ = ("seed", "episode_id", "options_json")

@@ -94,7 +94,7 @@ class TokenLevelRunner(SessionRunner[TokenConversation]):
             try:
                 result = await session.step(action={"token_ids": token_ids})
             except ActionError:
-                record.add_reward(self.limits.invalid_action_reward)
+                record.add_reward(self.limits.known_invalid_action_reward)
                 return EpisodeEnd(RolloutStatus.INVALID_ACTION)
             rewards: list[float] = result.observation["rewards"]
             record.keep_rewarded_tokens(rewards)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
@@ -51,6 +52,7 @@ from ludus.env.types import (
     JsonObject,
     Observation,
     ObservationT,
+    ReturnRange,
     State,
     Transition,
 )
@@ -89,6 +91,11 @@ class EpisodicGymnasiumEnvironment(Environment[ActionT, ObservationT, GymnasiumS
     def state(self) -> GymnasiumState:
         """The number of steps and the return of the episode so far."""
         return self._state
+
+    @property
+    def return_range(self) -> ReturnRange | None:
+        """The range that follows from `reward_range` and the step limit, if both exist."""
+        return _find_return_range(self.gym_env)
 
     def close(self) -> None:
         """Close the environment."""
@@ -210,6 +217,22 @@ class GymnasiumEnvironment(EpisodicGymnasiumEnvironment[Action, Observation]):
                 f"the observation is not in {self.gym_env.observation_space}: "
                 f"{explain_errors(error)}; correct the environment's observation_space"
             ) from error
+
+
+def _find_return_range(environment: AnyGymnasiumEnv) -> ReturnRange | None:
+    """Return the range of an episode's return.
+
+    Older environments declare the range of one step's reward, as `reward_range`. The default of
+    that attribute is infinite.
+    """
+    num_steps = getattr(environment.spec, "max_episode_steps", None)
+    try:
+        lowest, highest = map(float, getattr(environment.unwrapped, "reward_range", ()))
+    except (TypeError, ValueError):
+        return None
+    if num_steps is None or not -math.inf < lowest < highest < math.inf:
+        return None
+    return ReturnRange(min(lowest, lowest * num_steps), max(highest, highest * num_steps))
 
 
 def make_gymnasium_builder(env_id: str) -> Builder:
