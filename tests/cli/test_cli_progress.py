@@ -51,6 +51,18 @@ def encode_rows(*rows: MetricsRow) -> bytes:
     return b"".join(row.model_dump_json(exclude_defaults=True).encode() + b"\n" for row in rows)
 
 
+def test_line_contains_the_replaced_groups_and_the_steps_at_the_limit() -> None:
+    progress = RunProgress(num_steps=9)
+    progress.update([make_train_row(1, 1.0, num_groups_replaced=0, num_groups_kept=0)])
+    assert "replaced groups" not in progress.format_line()
+    progress.update([make_train_row(2, 2.0, num_groups_replaced=64, num_groups_kept=0)])
+    assert " · replaced groups 32 per step · " in progress.format_line()
+    progress.update([make_train_row(3, 3.0, num_groups_replaced=32, num_groups_kept=5)])
+    assert (
+        " · replaced groups 32 per step, at the limit in 1 of 3 steps · " in progress.format_line()
+    )
+
+
 def make_unlock_row(step: int, environment: str) -> MetricsRow:
     return MetricsRow(
         kind="event",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,9 +61,11 @@ class SimulatedBuffer(BufferActor):
         self._batches = batches
         self.is_alive = True
 
-    async def begin(self, indices: Iterable[int], version: int) -> None:
+    async def begin(
+        self, indices: Iterable[int], version: int, final_indices: Container[int] = ()
+    ) -> None:
         if self.is_alive:
-            await super().begin(indices, version)
+            await super().begin(indices, version, final_indices)
 
     async def put(self, groups: Sequence[RolloutGroup]) -> list[Refusal]:
         if not self.is_alive:

@@ -30,18 +30,22 @@ ZERO_VARIANCE_COUNTS = RolloutCounts(
 )
 
 
-def make_monitor() -> ProgressMonitor:
-    """Return the monitor of a run with two environments that may be unavailable for 30 s."""
+def make_monitor_run(**sections: object) -> LanguageModelRun:
+    """Return a run with two environments that may be unavailable for 30 s."""
     settings = {"reconnect_timeout_s": 30}
-    return ProgressMonitor(
-        LanguageModelRun.model_validate(
-            {
-                "environments": {"a": settings, "b": settings},
-                "training": {"groups_per_step": 2},
-                "rollout": {"group_size": 4},
-            }
-        )
+    return LanguageModelRun.model_validate(
+        {
+            "environments": {"a": settings, "b": settings},
+            "training": {"groups_per_step": 2},
+            "rollout": {"group_size": 4},
+            **sections,
+        }
     )
+
+
+def make_monitor() -> ProgressMonitor:
+    """Return the monitor of that run."""
+    return ProgressMonitor(make_monitor_run())
 
 
 def test_environment_that_recovers_in_time_does_not_stop_the_run() -> None:
@@ -147,10 +151,10 @@ def test_idle_wait_is_logged_each_minute_and_stops_the_run(
     messages = [record.message for record in caplog.records]
     assert len(messages) == 9
     assert messages[0] == (
-        "waiting for a batch of 2 groups for 60 s; 0 have finished since the last batch, the "
-        "latest 60 s ago; 2 groups are being played"
+        "waiting for a batch of 2 groups for 60 s; 0 have finished since the last batch (0 were "
+        "replaced because of equal rewards), the latest 60 s ago; 2 groups are being played"
     )
-    assert "1 have finished since the last batch, the latest 80 s ago" in messages[2]
+    assert "because of equal rewards), the latest 80 s ago" in messages[2]
     monitor.observe({"a": SCORED_COUNTS + SCORED_COUNTS}, 1650.0, is_taken=False)
     monitor.observe({"a": SCORED_COUNTS + SCORED_COUNTS}, 2249.0, is_taken=False)
     with pytest.raises(
@@ -204,3 +208,25 @@ def test_taking_a_batch_resets_the_limits() -> None:
     monitor = make_monitor()
     batch_counts = RolloutCounts(num_groups=500, num_zero_variance_groups=498, num_scored=2000)
     monitor.observe({"a": batch_counts}, 0.0, is_taken=True)
+
+
+def test_steps_without_variance_stop_the_run_across_steps() -> None:
+    monitor = make_monitor()
+    step_counts = {"a": RolloutCounts(num_groups=6, num_scored=24, num_zero_variance_groups=6)}
+    for number in range(33):
+        monitor.observe(step_counts, float(number), is_taken=True, has_variance=False)
+    resumed_monitor = ProgressMonitor(
+        make_monitor_run(), num_zero_variance_groups=monitor.num_zero_variance_groups
+    )
+    with pytest.raises(TrainingStalledError, match="204 groups had equal rewards"):
+        resumed_monitor.observe(step_counts, 40.0, is_taken=True, has_variance=False)
+    monitor.observe(step_counts, 41.0, is_taken=True, has_variance=True)
+    assert monitor.num_zero_variance_groups == 0
+
+
+def test_steps_without_variance_do_not_stop_a_run_that_keeps_such_groups() -> None:
+    run = make_monitor_run(algorithm={"zero_variance_groups": "keep"})
+    monitor = ProgressMonitor(run)
+    step_counts = {"a": RolloutCounts(num_groups=6, num_scored=24, num_zero_variance_groups=6)}
+    for number in range(100):
+        monitor.observe(step_counts, float(number), is_taken=True, has_variance=False)

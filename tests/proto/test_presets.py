@@ -70,6 +70,7 @@ def test_dapo_preset_has_the_settings_of_dapo() -> None:
     assert run.algorithm == GrpoConfig(
         scale="group",
         zero_variance_groups="replace",
+        max_group_batches=10,
         loss=ClipLoss(clip_low=0.2, clip_high=0.28, dual_clip=None),
         correction=NoCorrection(),
         geometric_mask=None,

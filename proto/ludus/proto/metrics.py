@@ -158,10 +158,9 @@ class TrainMetric(_Metric):
         _make_count("Episodes whose agent failed or exceeded its time limit."),
     )
     NUM_GROUPS = auto(), _make_count("Groups that were played.")
-    NUM_ZERO_VARIANCE_GROUPS = (
-        "num_groups_dead",
-        _make_count("Groups whose rewards are all equal."),
-    )
+    NUM_ZERO_VARIANCE_GROUPS = "num_groups_dead", _make_count("Groups whose rewards are all equal.")
+    NUM_GROUPS_REPLACED = auto(), _make_count("Zero-variance groups that were replaced.")
+    NUM_GROUPS_KEPT = auto(), _make_count("Zero-variance groups that were kept at the limit.")
     NUM_GROUPS_VOID = auto(), _make_count("Groups with fewer than two episodes with a reward.")
     NUM_GROUPS_STALE = auto(), _make_count("Groups that were dropped because of their staleness.")
     NUM_GROUPS_ROLLED_BACK = auto(), _make_count("Groups that were lost when the learner died.")
@@ -181,6 +180,7 @@ class TrainMetric(_Metric):
         ),
     )
     NUM_TOKENS_GENERATED = auto(), _make_count("Tokens that were sampled.")
+    NUM_STEPS_WITHOUT_VARIANCE = auto(), _make_total("Steps whose groups all have equal rewards.")
     NUM_UNLOCKS = auto(), _make_count("Number of times that the curriculum opened the environment.")
     NUM_ENVIRONMENTS_OPEN = (
         auto(),
@@ -274,10 +274,7 @@ class TrainMetric(_Metric):
         auto(),
         _make_total("Failed canary checks: the worker did not sample with the published weights."),
     )
-    NUM_ENVIRONMENT_RESTARTS = (
-        auto(),
-        _make_total("Restarts of environment servers."),
-    )
+    NUM_ENVIRONMENT_RESTARTS = auto(), _make_total("Restarts of environment servers.")
     NUM_LEARNER_RESTARTS = auto(), _make_total("Restarts of the learner's ranks.")
     NUM_CHECKPOINTS = auto(), _make_total("Checkpoints that were written.")
     CHECKPOINT_S = auto(), _make_duration("Time that training paused for a checkpoint.")

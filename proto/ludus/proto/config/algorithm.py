@@ -125,6 +125,10 @@ class _PolicyGradient(Section):
     """Treatment of groups whose rewards are all equal, and with credit = "turn" also the rewards of
     their turns. "replace" plays other groups instead, because a group baseline makes all of their
     advantages zero. Groups of a function in `advantages` are always kept."""
+    max_group_batches: Annotated[int, Field(ge=2)] = 3
+    """Maximum number of groups that are played for one step, as a multiple of
+    training.groups_per_step, if zero_variance_groups = "replace". At the limit, groups of equal
+    rewards are no longer replaced, and the step trains on them too."""
     loss: PolicyLoss = ClipLoss()
     """The policy loss."""
     correction: Correction = TokenTis()

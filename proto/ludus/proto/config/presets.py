@@ -120,6 +120,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "algorithm": {
             **_GRPO_SETTINGS,
             "zero_variance_groups": "replace",
+            "max_group_batches": 10,
             "loss": {"kind": "clip", "clip_low": 0.2, "clip_high": 0.28, "dual_clip": None},
             "correction": {"kind": "off"},
             "aggregation": "token_mean",

@@ -133,6 +133,7 @@ class RunProgress:
             "zero-variance groups": self._format_mean(
                 TrainMetric.ZERO_VARIANCE_GROUP_RATIO, lambda share: format_percent(share, 0)
             ),
+            "replaced groups": self._format_replaced_groups(),
             "canary error": self._format_mean(TrainMetric.CANARY_ERROR),
             "lost episodes": self._format_total_void(TrainMetric.NUM_EPISODES_LOST),
             "failed episodes": self._format_total_void(TrainMetric.NUM_EPISODES_FAILED),
@@ -167,6 +168,16 @@ class RunProgress:
         if not self._newest_environment:
             return "1"
         return f"{self._num_open_environments}, newest {self._newest_environment}"
+
+    def _format_replaced_groups(self) -> str | None:
+        """Format the replaced groups per step; None if no group was replaced."""
+        num_steps, rows = len(self._recent_values), self._recent_values
+        num_replaced = combine_metric(TrainMetric.NUM_GROUPS_REPLACED, rows)
+        if not num_replaced:
+            return None
+        num_limited = sum(row.get(TrainMetric.NUM_GROUPS_KEPT, 0) > 0 for row in rows)
+        limit_text = f", at the limit in {num_limited} of {num_steps} steps" if num_limited else ""
+        return f"{format_compact(num_replaced / num_steps)} per step{limit_text}"
 
     def _format_total_void(self, metric: TrainMetric) -> str | None:
         num_void = sum(counts[metric] for counts in self._void_counts.values())

@@ -107,6 +107,10 @@ def _make_share_curve(metric: TrainMetric, name: str) -> _TrainingCurve:
     return _TrainingCurve(metric, name, "share of episodes", TrainMetric.NUM_EPISODES)
 
 
+def _make_group_curve(metric: TrainMetric, name: str) -> _TrainingCurve:
+    return _TrainingCurve(metric, name, "share of groups", TrainMetric.NUM_GROUPS, metric)
+
+
 _REWARD = _TrainingCurve(TrainMetric.REWARD_MEAN, "Reward", "mean per episode")
 _ZERO_VARIANCE = _TrainingCurve(
     TrainMetric.ZERO_VARIANCE_GROUP_RATIO, "Zero-variance groups", "share of groups"
@@ -119,6 +123,8 @@ TRAINING_CURVES = (
     _TrainingCurve(TrainMetric.TOKENS_PER_SECOND, "Generation", "tokens per second"),
     _TrainingCurve(TrainMetric.GRAD_NORM, "Gradient norm", "before clipping"),
     _ZERO_VARIANCE,
+    _make_group_curve(TrainMetric.NUM_GROUPS_REPLACED, "Replaced groups"),
+    _make_group_curve(TrainMetric.NUM_GROUPS_KEPT, "Kept at the replacement limit"),
     _TrainingCurve(TrainMetric.EXPLAINED_VARIANCE, "Value head", "variance explained"),
     _TrainingCurve(TrainMetric.MFU, "MFU", "share of the device's peak"),
 )

@@ -12,7 +12,7 @@ The driver never receives tokens. It only passes references to batches and group
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -55,9 +55,11 @@ class BufferActor:
         self._num_restored = 0
         freeze_heap()
 
-    async def begin(self, indices: Iterable[int], version: int) -> None:
+    async def begin(
+        self, indices: Iterable[int], version: int, final_indices: Container[int] = ()
+    ) -> None:
         """See GroupBuffer.begin."""
-        self._buffer.begin(indices, version)
+        self._buffer.begin(indices, version, final_indices)
 
     async def put(self, groups: Sequence[RolloutGroup]) -> list[Refusal]:
         """See GroupBuffer.put."""
@@ -83,7 +85,8 @@ class BufferActor:
                 await self._change_condition.wait_for(is_finished)
         if not groups:
             return TakenBatch((), self._buffer.counts, len(self._buffer)), None
-        summaries = tuple(summarize(group, version) for group in groups)
+        has_zero_variance = choose_variance_test(self._run.algorithm)
+        summaries = tuple(summarize(group, version, has_zero_variance) for group in groups)
         batch_summary = TakenBatch(summaries, self._buffer.take_counts(), len(self._buffer))
         return batch_summary, await asyncio.to_thread(self._make_batch, groups, version)
 
@@ -127,10 +130,12 @@ class RemoteBuffer(Buffer):
         """Kill the buffer's process, with the groups in it."""
         ray.kill(self._actor)
 
-    async def begin(self, indices: Iterable[int], version: int) -> None:
+    async def begin(
+        self, indices: Iterable[int], version: int, final_indices: Container[int] = ()
+    ) -> None:
         """See Buffer.begin; has no effect if the buffer is lost."""
         with suppress(BufferLostError):
-            await self._call("begin", list(indices), version)
+            await self._call("begin", list(indices), version, final_indices)
 
     async def put(self, groups: ray.ObjectRef | list[RolloutGroup]) -> list[Refusal]:
         """See GroupBuffer.put; if `groups` is a reference, Ray sends them directly from the worker.

@@ -9,7 +9,7 @@ This package implements them with Ray. Tests of the controller simulate them on 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -125,7 +125,9 @@ class Buffer(Protocol):
     `take`, `put_back`, `copy_state` and `restore` raise BufferLostError if the buffer died.
     """
 
-    async def begin(self, indices: Iterable[int], version: int) -> None:
+    async def begin(
+        self, indices: Iterable[int], version: int, final_indices: Container[int] = ()
+    ) -> None:
         """See GroupBuffer.begin."""
 
     async def take(self, version: int, timeout_s: float) -> TakenBatch:

@@ -339,6 +339,9 @@ class GroupSpec:
     """Number of consecutive zero-variance or void groups that this group replaces."""
     num_lost: int = 0
     """Number of consecutive lost groups on the same task of a data set."""
+    is_final: bool = False
+    """True if the group is trained on even if it has zero variance, because the groups of the step
+    were replaced too often."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,9 @@ The buffer has a window over the starting order of the groups:
                      |
                      +-- zero-variance, void, stale: refused, must be replaced
 
+The replacements of a step are bounded (`data/mixture.py`): a final group with zero variance is not
+refused.
+
 Strictly oldest first would let one long episode block everything that started after it. So
 younger groups may be trained on earlier, within two limits:
 
@@ -45,7 +48,7 @@ only B groups.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -103,15 +106,24 @@ class GroupSummary:
     """Version of the weights that the group trains, minus the version that sampled the group."""
     num_scored: int
     """Number of episodes with a reward."""
+    has_variance: bool = True
+    """False if all advantages of the group are zero."""
     transcripts: tuple[Transcript, ...] = ()
     """Transcripts of some episodes."""
 
 
-def summarize(group: RolloutGroup, version: int) -> GroupSummary:
+def summarize(
+    group: RolloutGroup, version: int, has_zero_variance: VarianceTest = has_equal_rewards
+) -> GroupSummary:
     """Return the summary of a group of batch `version`."""
-    num_scored = sum(reward is not None for reward in group.rewards)
-    staleness = version - group.policy_version
-    return GroupSummary(group.index, group.environment, staleness, num_scored, group.transcripts)
+    return GroupSummary(
+        index=group.index,
+        environment=group.environment,
+        staleness=version - group.policy_version,
+        num_scored=sum(reward is not None for reward in group.rewards),
+        has_variance=not has_zero_variance(group),
+        transcripts=group.transcripts,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +138,11 @@ class TakenBatch:
     """Number of finished groups that remain in the buffer."""
     batch: BatchHandle | None = None
     """The batch; None without groups."""
+
+    @property
+    def has_variance(self) -> bool:
+        """True if a group of the batch has variance."""
+        return any(group.has_variance for group in self.groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +178,8 @@ class _Slot:
     """The last batch in which the group is not too old."""
     group: RolloutGroup | None = None
     """The finished group; None while it is being played."""
+    is_final: bool = False
+    """True if the group is kept even if it has zero variance."""
 
 
 class GroupBuffer:
@@ -199,10 +218,16 @@ class GroupBuffer:
         """The waiting groups, in their starting order."""
         return [slot.group for slot in self._slots.values() if slot.group is not None]
 
-    def begin(self, indices: Iterable[int], version: int) -> None:
-        """Record the start of groups, with weights of `version` or newer."""
+    def begin(
+        self, indices: Iterable[int], version: int, final_indices: Container[int] = ()
+    ) -> None:
+        """Record the start of groups, with weights of `version` or newer.
+
+        `final_indices` are the groups that are kept even if they have zero variance.
+        """
         for index in indices:
             self._add_group(index, version + self._max_staleness)
+            self._slots[index].is_final = index in final_indices
 
     def put(self, groups: Sequence[RolloutGroup]) -> list[Refusal]:
         """Add finished groups; return the refused groups, which must be replaced.
@@ -213,10 +238,15 @@ class GroupBuffer:
         for group in groups:
             slot = self._slots.get(group.index)
             counts = self._count_finished(group, slot)
-            self._add_counts(group.environment, counts)
             if slot is None:
+                self._add_counts(group.environment, counts)
                 continue
-            if self._is_refused(counts):
+            is_refused = bool(counts.num_void_groups or counts.num_stale_groups)
+            if not is_refused and not self._keeps_zero_variance_groups:
+                is_refused = bool(counts.num_zero_variance_groups) and not slot.is_final
+                counts = _count_replacement(counts, is_replaced=is_refused)
+            self._add_counts(group.environment, counts)
+            if is_refused:
                 del self._slots[group.index]
                 refusals.append(Refusal(group.index, _is_lost(counts)))
             else:
@@ -291,10 +321,6 @@ class GroupBuffer:
             return replace(counts, num_stale_groups=int(is_stale))
         return counts
 
-    def _is_refused(self, counts: RolloutCounts) -> bool:
-        is_zero_variance = counts.num_zero_variance_groups and not self._keeps_zero_variance_groups
-        return bool(is_zero_variance or counts.num_void_groups or counts.num_stale_groups)
-
     def _find_oldest_in_window(self) -> list[int]:
         """Return the indices of at most B finished groups in the window, oldest first."""
         window_end: float = math.inf
@@ -318,6 +344,13 @@ class GroupBuffer:
 
     def _add_counts(self, environment: str, counts: RolloutCounts) -> None:
         self.counts[environment] = self.counts.get(environment, RolloutCounts()) + counts
+
+
+def _count_replacement(counts: RolloutCounts, *, is_replaced: bool) -> RolloutCounts:
+    """Count a zero-variance group as replaced or as kept."""
+    if is_replaced:
+        return replace(counts, num_replaced_groups=counts.num_zero_variance_groups)
+    return replace(counts, num_kept_groups=counts.num_zero_variance_groups)
 
 
 def _is_lost(counts: RolloutCounts) -> bool:

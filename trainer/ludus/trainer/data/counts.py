@@ -57,6 +57,10 @@ class RolloutCounts:
     num_losses: int = 0
     num_groups: int = 0
     num_zero_variance_groups: int = 0
+    num_replaced_groups: int = 0
+    """Number of zero-variance groups that were replaced."""
+    num_kept_groups: int = 0
+    """Number of zero-variance groups that were kept, because others were replaced too often."""
     num_void_groups: int = 0
     """Number of groups with fewer than two scored episodes, or with masked episodes only."""
     num_stale_groups: int = 0

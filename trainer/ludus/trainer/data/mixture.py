@@ -11,6 +11,12 @@ The c-th group of environment number e, of E environments, has index c * E + e. 
 an environment, and their seeds, do not depend on the other environments. A group that must be
 replaced is replaced by the next group of the same environment.
 
+Replacements are bounded by the order in which they are chosen. Let w be the environment's share of
+a batch, and N = algorithm.max_group_batches. From number (N - 2) * w on, the replacements of a step
+are final: they are trained on even if they have zero variance. The w first groups and these
+(N - 2) * w replacements can be replaced once each, so at most N * w groups are played. The set of
+groups that are played does not depend on the order in which they finish.
+
 Usually every seed is a different task, derived from the run's seed and the group's index.
 An environment may report the number of its tasks (`TaskSet`), such as the rows of a data set. Then
 seed k selects the k-th task. The groups play the tasks in order, and each task is played once
@@ -26,6 +32,7 @@ environment that does not report success cannot open another.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated
@@ -75,6 +82,8 @@ class MixtureState:
     credits: dict[str, float] = field(default_factory=dict)
     num_open: int = 1
     """Number of environments that the curriculum has opened."""
+    num_replacements: dict[str, int] = field(default_factory=dict)
+    """Number of replacements since the last step, by environment."""
     wins: list[WinCount] = field(default_factory=list)
     """Wins in the hardest open environment, oldest first, over at most window_groups groups."""
 
@@ -131,14 +140,24 @@ class Mixture:
             index = self._take_next_index(spec.environment)
             return replace(spec, index=index, num_lost=spec.num_lost + 1)
         if spec.num_replaced >= _MAX_REPLACED and len(self.weights) > 1:
-            return self.take_next_group()
-        return replace(self._make_group(spec.environment), num_replaced=spec.num_replaced + 1)
+            group = self.take_next_group()
+            return replace(group, is_final=self._count_replacement(group.environment))
+        return replace(
+            self._make_group(spec.environment),
+            num_replaced=spec.num_replaced + 1,
+            is_final=self._count_replacement(spec.environment),
+        )
+
+    def start_step(self) -> None:
+        """Start counting the replacements of the next step."""
+        self.state.num_replacements.clear()
 
     def reissue_group(self, spec: GroupSpec) -> GroupSpec:
         """Return a group for the same slot, with an index that was never used."""
         if spec.environment in self._num_tasks:
             return replace(spec, index=self._take_next_index(spec.environment))
-        return replace(self._make_group(spec.environment), num_replaced=spec.num_replaced)
+        group = self._make_group(spec.environment)
+        return replace(group, num_replaced=spec.num_replaced, is_final=spec.is_final)
 
     def observe(self, counts: Mapping[str, RolloutCounts]) -> str | None:
         """Count wins; return the name of the environment that the curriculum now opens, or None.
@@ -198,7 +217,17 @@ class Mixture:
             name: earlier_state.num_new_tasks.get(name, 0) for name in names
         }
         self.state.num_open = earlier_state.num_open
+        self.state.num_replacements = dict(earlier_state.num_replacements)
         self.state.wins = list(earlier_state.wins)
+
+    def _count_replacement(self, name: str) -> bool:
+        """Count a replacement of this step; return whether it is final."""
+        number = self.state.num_replacements.get(name, 0)
+        self.state.num_replacements[name] = number + 1
+        weights, num_groups = self.weights, self._run.training.groups_per_step
+        share = weights.get(name, 0.0) / sum(weights.values())
+        num_batches = self._run.algorithm.max_group_batches - 2
+        return number >= num_batches * max(1, math.ceil(round(share * num_groups, 9)))
 
     def _make_group(self, name: str) -> GroupSpec:
         index, task_number = self._take_next_index(name), self.state.num_new_tasks.get(name, 0)

@@ -2,7 +2,8 @@
 
 A run stops for one of four reasons, all visible in the counts since the last batch:
 
-- Groups with equal rewards are replaced without end: the policy is certain, or has collapsed.
+- Groups have equal rewards without end, over steps in which no group has variance: the policy is
+  certain, or has collapsed. Groups are counted only if the run replaces such groups.
 - Void groups are replaced without end: an environment is unavailable, or fails.
 - No episode of an environment was ever scored, and at least two batches of its episodes failed over
   several seconds. So the environment never worked, and the cause is not one slow engine or judge.
@@ -66,20 +67,40 @@ class _BatchWait:
 class ProgressMonitor:
     """A monitor that stops a run whose counts show no progress."""
 
-    def __init__(self, run: LanguageModelRun, describe_work: Callable[[], str] = str) -> None:
-        """`describe_work` returns a text that says which workers are playing now."""
+    def __init__(
+        self,
+        run: LanguageModelRun,
+        describe_work: Callable[[], str] = str,
+        num_zero_variance_groups: int = 0,
+    ) -> None:
+        """Create a monitor that has observed nothing.
+
+        Args:
+            describe_work: function that returns a text that says which workers are playing now.
+            num_zero_variance_groups: number of groups since the last step with variance.
+        """
         self._run = run
         self._describe_work = describe_work
+        self.num_zero_variance_groups = num_zero_variance_groups
+        """Number of groups of steps without variance, since the last step with variance."""
         self._wait: _BatchWait | None = None
         self._previous_counts: dict[str, RolloutCounts] = {}
         self._progress_by_environment = {name: _EnvironmentProgress() for name in run.environments}
         self._logged_kinds: set[tuple[str, str]] = set()
         """Pairs of environment and kind of failure."""
 
-    def observe(self, counts: Mapping[str, RolloutCounts], now_s: float, *, is_taken: bool) -> None:
+    def observe(
+        self,
+        counts: Mapping[str, RolloutCounts],
+        now_s: float,
+        *,
+        is_taken: bool,
+        has_variance: bool = True,
+    ) -> None:
         """Check the counts since the last batch, by environment.
 
-        `is_taken` says whether the next batch was taken, so that the counts start again.
+        `is_taken` says whether the next batch was taken, so that the counts start again, and
+        `has_variance` whether a group of that batch has variance.
 
         Raises:
             TrainingStalledError: nothing can be learned from the groups, or none finishes.
@@ -95,14 +116,18 @@ class ProgressMonitor:
             self._check_initial_failures(name, previous_counts, current_counts, now_s)
             self._check_void_groups(name, previous_counts, current_counts, now_s)
         self._previous_counts = {} if is_taken else dict(counts)
+        all_counts = sum_counts(counts.values())
+        is_replacing = self._run.algorithm.zero_variance_groups == "replace"
+        if is_replacing and not (is_taken and has_variance):
+            self._check_zero_variance(all_counts)
         if is_taken:
             self._wait = None
+            self._count_step_without_variance(all_counts, has_variance)
             return
-        all_counts = sum_counts(counts.values())
-        self._check_zero_variance(all_counts)
-        self._check_idle_time(all_counts.num_groups, now_s)
+        self._check_idle_time(all_counts, now_s)
 
-    def _check_idle_time(self, num_groups: int, now_s: float) -> None:
+    def _check_idle_time(self, counts: RolloutCounts, now_s: float) -> None:
+        num_groups = counts.num_groups
         wait = self._wait = self._wait or _BatchWait(now_s, now_s, num_groups, now_s)
         if num_groups != wait.num_groups:
             wait.num_groups, wait.last_finish_s = num_groups, now_s
@@ -117,10 +142,11 @@ class ProgressMonitor:
             wait.last_log_s = now_s
             _log.info(
                 "waiting for a batch of %d groups for %.0f s; %d have finished since the last "
-                "batch, the latest %.0f s ago; %s",
+                "batch (%d were replaced because of equal rewards), the latest %.0f s ago; %s",
                 training.groups_per_step,
                 now_s - wait.start_s,
-                num_groups,
+                counts.num_groups,
+                counts.num_replaced_groups,
                 idle_s,
                 self._describe_work(),
             )
@@ -185,13 +211,20 @@ class ProgressMonitor:
             "check that the server responds, or raise the limit"
         )
 
+    def _count_step_without_variance(self, counts: RolloutCounts, has_variance: bool) -> None:
+        if has_variance:
+            self.num_zero_variance_groups = 0
+        else:
+            self.num_zero_variance_groups += counts.num_zero_variance_groups
+
     def _check_zero_variance(self, counts: RolloutCounts) -> None:
         max_groups = _MAX_ZERO_VARIANCE_BATCHES * self._run.training.groups_per_step
-        if counts.num_zero_variance_groups < max_groups:
+        num_groups = self.num_zero_variance_groups + counts.num_zero_variance_groups
+        if num_groups < max_groups:
             return
         num_scored = max(1, counts.num_scored)
         raise TrainingStalledError(
-            f"the last {counts.num_zero_variance_groups} groups had equal rewards within each "
+            f"the last {num_groups} groups had equal rewards within each "
             f"group (mean {counts.reward_sum / num_scored:.3g}, "
             f"{counts.num_invalid / num_scored:.0%} of the episodes ended with an invalid action), "
             "so there is nothing to learn from; lower learner.learning_rate or "

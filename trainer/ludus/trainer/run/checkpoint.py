@@ -83,6 +83,8 @@ class RunState(SavedState):
     """Groups that waited for training."""
     counts: dict[str, RolloutCounts] = {}
     """Counts of what was played since the last batch, by environment."""
+    num_zero_variance_groups: int = 0
+    """Number of groups of steps without variance, since the last step with variance."""
     games_played: int = 0
     games_trained: int = 0
     episodes_lost: int = 0
@@ -106,6 +108,7 @@ class RunState(SavedState):
         self.games_trained = earlier_state.games_trained
         self.unfinished_groups = earlier_state.unfinished_groups
         self.buffered_groups = earlier_state.buffered_groups
+        self.num_zero_variance_groups = earlier_state.num_zero_variance_groups
 
     @property
     def summary_counts(self) -> dict[str, float]:

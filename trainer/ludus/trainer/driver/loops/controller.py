@@ -212,7 +212,8 @@ class Controller:
 
     async def _run_training_loop(self, tasks: CancellingTaskGroup) -> None:
         run = self.components.run
-        progress = ProgressMonitor(run, self.sampling.describe)
+        num_groups = self.state.num_zero_variance_groups
+        progress = ProgressMonitor(run, self.sampling.describe, num_groups)
         while not self.is_finished:
             start_s = time.monotonic()
             batch = await self._take_batch(progress)
@@ -236,8 +237,14 @@ class Controller:
         """Return the next batch; None if a stop is requested."""
         while not self.stop_request.is_set:
             batch = await self.components.buffer.take(self.state.step, _TAKE_TIMEOUT_S)
-            progress.observe(batch.counts, time.monotonic(), is_taken=bool(batch.groups))
+            progress.observe(
+                batch.counts,
+                time.monotonic(),
+                is_taken=bool(batch.groups),
+                has_variance=batch.has_variance,
+            )
             if batch.groups:
+                self.state.num_zero_variance_groups = progress.num_zero_variance_groups
                 return batch
         return None
 
@@ -322,6 +329,7 @@ class Controller:
         state.num_groups_rolled_back += counts.num_rolled_back_groups
         staleness = [group.staleness for group in batch.groups]
         state.max_staleness_seen = max(state.max_staleness_seen, *staleness)
+        self._mixture.start_step()
         new_environment = self._mixture.observe(batch.counts)
         deliver_s, self._delivery_duration_s = self._delivery_duration_s, 0.0
         idle_s = self.sampling.take_idle_s()

@@ -137,7 +137,9 @@ class SamplingLoop:
             self._admission.admit(len(specs))
             self._playing_groups.update({spec.index: spec for spec in specs})
             self._update_idle_time()
-            await self._buffer.begin([spec.index for spec in specs], self._delivered_version)
+            final_indices = {spec.index for spec in specs if spec.is_final}
+            indices = [spec.index for spec in specs]
+            await self._buffer.begin(indices, self._delivered_version, final_indices)
         return specs
 
     async def _play(self, slot: Slot, specs: Sequence[GroupSpec]) -> None:

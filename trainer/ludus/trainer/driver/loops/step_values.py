@@ -73,6 +73,7 @@ def compute_step_values(
     run_values |= {
         TrainMetric.BUFFER_DEPTH_GROUPS: batch.num_waiting_groups,
         TrainMetric.CANARY_ERROR: canary_error,
+        TrainMetric.NUM_STEPS_WITHOUT_VARIANCE: int(not batch.has_variance),
     }
     if num_open_environments is not None:
         run_values[TrainMetric.NUM_ENVIRONMENTS_OPEN] = num_open_environments
@@ -104,6 +105,8 @@ def _compute_environment_values(
         TrainMetric.NUM_FAILED_AGENTS: counts.num_dead_agents,
         TrainMetric.NUM_GROUPS: counts.num_groups,
         TrainMetric.NUM_ZERO_VARIANCE_GROUPS: counts.num_zero_variance_groups,
+        TrainMetric.NUM_GROUPS_REPLACED: counts.num_replaced_groups,
+        TrainMetric.NUM_GROUPS_KEPT: counts.num_kept_groups,
         TrainMetric.NUM_GROUPS_VOID: counts.num_void_groups,
         TrainMetric.NUM_GROUPS_STALE: counts.num_stale_groups,
         TrainMetric.NUM_GROUPS_ROLLED_BACK: counts.num_rolled_back_groups,
