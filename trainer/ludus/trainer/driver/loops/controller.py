@@ -71,6 +71,7 @@ from ludus.trainer.driver.loops.components import Components
 from ludus.trainer.driver.loops.delivery import Delivery
 from ludus.trainer.driver.loops.sampling import SamplingLoop
 from ludus.trainer.driver.loops.step_values import StepTimes, compute_step_values
+from ludus.trainer.driver.loops.step_warnings import StepWarnings
 from ludus.trainer.driver.loops.steps import Step, StepGate
 from ludus.trainer.learner.abandonment import AbandonedStep
 from ludus.trainer.learner.step_metrics import StepMetrics
@@ -131,6 +132,7 @@ class Controller:
         """True if the learner's state is useless, because a step was abandoned without a copy."""
         self._delivery_duration_s = 0.0
         """Duration of the deliveries that finished since the last step."""
+        self._warnings = StepWarnings(components.run)
         self._num_recorded_breaches = 0
         """Number of failed canary checks that `state` already counts."""
         self._has_started = False
@@ -337,6 +339,7 @@ class Controller:
         run_values, environment_values = compute_step_values(
             batch, step.metrics, times, state.canary_max_error, self._mixture.num_open
         )
+        self._warnings.observe(state.step, batch)
         metrics.log_step(state.step, state.games_trained, run_values, environment_values)
         if new_environment is not None:
             _log.info("step %d: the curriculum opens environment '%s'", state.step, new_environment)
