@@ -108,7 +108,7 @@ def make_folder(folder: Path, *, tie_embeddings: bool) -> str:
     return str(folder)
 
 
-def make_transformers_engine(path: str, *, max_batch_size: int = 1024) -> Engine:
+def make_transformers_engine(path: str, *, max_batch_size: int = 1024) -> TransformersEngine:
     """Return a transformers engine with the model in `path`."""
     model = load_language_model(path)
     return TransformersEngine(model, end_token_ids=[END_TOKEN_ID], max_batch_size=max_batch_size)

@@ -10,7 +10,7 @@ import torch
 from ludus.trainer.core.answer_trie import AnswerTrie
 from ludus.trainer.core.types import Sampling
 from ludus.trainer.rollout.engines.restriction import restrict_logits
-from ludus.trainer.rollout.engines.transformers_engine import sample_tokens
+from ludus.trainer.rollout.engines.token_sampling import sample_tokens
 
 LOGITS = torch.tensor([0.5, 0.3, 0.2, 1e-30]).log()
 

@@ -1,4 +1,4 @@
-"""Tests of the transformers engine: batches by prompt length, shared prompts, and seeds."""
+"""Tests of the transformers engine: its batch, shared prompts, known prompts and new weights."""
 
 from __future__ import annotations
 
@@ -7,9 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from ludus.trainer.core.interfaces import EngineRequest
+from ludus.trainer.core.interfaces import Engine, EngineRequest
 from ludus.trainer.core.types import Sampling
-from tests.rollout.engine_pair import complete, make_folder, make_transformers_engine
+from tests.rollout.engine_pair import (
+    add_noise,
+    complete,
+    compute_logprobs,
+    drain,
+    make_folder,
+    make_transformers_engine,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -37,16 +44,13 @@ def test_shared_prompts_do_not_change_completions(model_path: str) -> None:
 
 def test_equal_prompts_are_prefilled_once(model_path: str) -> None:
     engine = make_transformers_engine(model_path)
-    batch_sizes: list[int] = []
-    engine.model.register_forward_pre_hook(
-        lambda _, __, kwargs: batch_sizes.append(len(kwargs["input_ids"])), with_kwargs=True
-    )
+    batch_shapes = record_shapes(engine)
     requests = [
         EngineRequest(i, prompt, Sampling(1.0, 2), seed=i)
         for i, prompt in enumerate(SHARED_PROMPTS)
     ]
     complete(engine, requests)
-    assert batch_sizes == [3, 6]  # three distinct prompts, then six sequences
+    assert batch_shapes == [(3, 3), (6, 1)]  # three distinct prompts, then six sequences
 
 
 def test_equal_prompts_are_sampled_independently(model_path: str) -> None:
@@ -55,36 +59,84 @@ def test_equal_prompts_are_sampled_independently(model_path: str) -> None:
     assert len({tuple(output.token_ids) for output in outputs.values()}) > 10
 
 
-def test_step_completes_all_requests_as_long_as_the_oldest(model_path: str) -> None:
+def test_requests_of_any_length_share_the_batch(model_path: str) -> None:
     engine = make_transformers_engine(model_path)
+    batch_sizes = record_shapes(engine)
     for i, prompt in enumerate([[6, 7], [5], [8, 9], [1, 2, 3]]):
-        engine.submit(EngineRequest(i, prompt, Sampling(1.0, 3), seed=i))
-    assert {output.request_id for output in engine.step()} == {0, 2}
-    assert engine.has_work
+        engine.submit(EngineRequest(i, prompt, Sampling(0.0, 3), seed=i))
+    engine.step()
+    engine.submit(EngineRequest(4, [3, 4, 5, 6, 7], Sampling(0.0, 2), seed=4))
+    assert drain(engine).keys() == {0, 1, 2, 3, 4}
+    assert batch_sizes == [(4, 3), (4, 1), (1, 5), (5, 1)]
 
 
-def test_rare_prompt_length_is_not_starved_by_frequent_lengths(model_path: str) -> None:
-    engine = make_transformers_engine(model_path, max_batch_size=2)
-    engine.submit(EngineRequest(0, [1, 2, 3], Sampling(1.0, 1), seed=0))
-    completed_ids = []
-    for step in range(3):
-        for i in range(4):
-            engine.submit(EngineRequest(4 * step + i + 1, [5, 6], Sampling(1.0, 1), seed=i))
-        completed_ids += [output.request_id for output in engine.step()]
-    assert completed_ids[0] == 0
-    engine.submit(EngineRequest(99, [1, 2, 3], Sampling(1.0, 1), seed=0))
-    later_ids = [output.request_id for _ in range(2) for output in engine.step()]
-    assert 99 in later_ids, "requests of another length starved request 99"
+def test_completed_requests_leave_the_batch(model_path: str) -> None:
+    engine = make_transformers_engine(model_path)
+    requests = [EngineRequest(i, [9, 14 + i], Sampling(0.0, 1 + i), seed=i) for i in range(4)]
+    expected = {request.request_id: complete(engine, [request]) for request in requests}
+    batch_sizes = record_shapes(engine)
+    outputs = complete(engine, requests)
+    assert batch_sizes == [(4, 2), (3, 1), (2, 1), (1, 1)]
+    for request_id, output in outputs.items():
+        assert output.token_ids == expected[request_id][request_id].token_ids
+
+
+def test_few_requests_wait_a_limited_number_of_steps(model_path: str) -> None:
+    engine = make_transformers_engine(model_path)
+    for i in range(40):
+        engine.submit(EngineRequest(i, [5, 6, 7], Sampling(1.0, 100), seed=i))
+    engine.step()
+    engine.submit(EngineRequest(99, [1, 2], Sampling(1.0, 1), seed=0))
+    outputs = [output.request_id for _ in range(8) for output in engine.step()]
+    assert 99 in outputs
 
 
 def test_batch_size_is_limited(model_path: str) -> None:
     engine = make_transformers_engine(model_path, max_batch_size=2)
-    for i in range(5):
-        engine.submit(EngineRequest(i, [5, 6 + i], Sampling(1.0, 3), seed=i))
-    batch_sizes = []
-    while engine.has_work:
-        batch_sizes.append(len(engine.step()))
-    assert batch_sizes == [2, 2, 1]
+    batch_sizes = record_shapes(engine)
+    requests = [EngineRequest(i, [5, 6 + i], Sampling(1.0, 3), seed=i) for i in range(5)]
+    assert len(complete(engine, requests)) == 5
+    assert max(num_rows for num_rows, _ in batch_sizes) == 2
+
+
+def test_next_turn_computes_only_new_tokens(model_path: str) -> None:
+    prompt = list(range(3, 40))
+    engine, empty_engine = (make_transformers_engine(model_path) for _ in range(2))
+    first = complete(engine, [EngineRequest(0, prompt, Sampling(1.0, 6), seed=0)])[0]
+    request = EngineRequest(1, [*prompt, *first.token_ids, 8, 9], Sampling(1.0, 6), seed=1)
+    shapes = record_shapes(engine)
+    second = complete(engine, [request])[1]
+    expected = complete(empty_engine, [request])[1]
+    assert shapes[0][1] < 16
+    assert second.token_ids == expected.token_ids
+    assert second.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+
+
+def test_new_weights_apply_to_running_requests_and_known_prompts(model_path: str) -> None:
+    engine, other_engine = (make_transformers_engine(model_path) for _ in range(2))
+    add_noise(other_engine.model, seed=3, scale=0.1)
+    weights = dict(other_engine.model.named_parameters())
+    prompts = [list(range(3, 23 + i)) for i in range(3)]
+    requests = [EngineRequest(i, ids, Sampling(1.0, 20), seed=i) for i, ids in enumerate(prompts)]
+    complete(engine, requests)  # stores the prompts
+    for request in requests:
+        engine.submit(request)
+    for _ in range(4):
+        assert not engine.step()
+    engine.load_weights(weights)
+    for request_id, output in drain(engine).items():
+        ids = prompts[request_id] + output.token_ids[:4]
+        expected = compute_logprobs(other_engine.model, ids, output.token_ids[4:])
+        assert output.logprobs[4:] == pytest.approx(expected, abs=1e-5)
+
+
+def record_shapes(engine: Engine) -> list[tuple[int, ...]]:
+    """Return a list that receives the shape of the tokens of each pass through the model."""
+    shapes: list[tuple[int, ...]] = []
+    engine.model.register_forward_pre_hook(
+        lambda _, __, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    return shapes
 
 
 def test_unknown_tensor_is_rejected(model_path: str, tmp_path: Path) -> None:

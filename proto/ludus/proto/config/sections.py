@@ -163,6 +163,9 @@ class TransformersGenerator(Section):
     kind: Literal["transformers"] = "transformers"
     max_batch_size: PositiveInt = 1024
     """Maximum number of sequences decoded at once."""
+    prefix_cache_mib: NonNegativeInt = 256
+    """Memory for the keys and values of completed turns, in MiB. The next turn of a conversation
+    computes only its new tokens. 0 computes all tokens again."""
 
 
 GeneratorConfig = Annotated[

@@ -271,7 +271,10 @@ def make_engine(run: LanguageModelRun, model_path: str, chat: ChatTokenizer) -> 
             if torch.cuda.is_available():
                 model = model.to("cuda")
             return TransformersEngine(
-                model, end_token_ids=chat.end_token_ids, max_batch_size=run.generator.max_batch_size
+                model,
+                end_token_ids=chat.end_token_ids,
+                max_batch_size=run.generator.max_batch_size,
+                prefix_cache_mib=run.generator.prefix_cache_mib,
             )
         case VllmGenerator():
             from ludus.trainer.rollout.engines.vllm_engine import VllmEngine

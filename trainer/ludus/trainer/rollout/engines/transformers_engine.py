@@ -1,33 +1,36 @@
-"""An engine that samples with Hugging Face transformers; the fastest for tiny models on a CPU.
+"""An engine that samples with Hugging Face transformers, on a CPU or one GPU.
 
-Prompts of equal length form a batch without padding, and equal prompts are evaluated only once.
-This is efficient for the episodes of a group, which start with the same tokens.
+All requests share one batch. A step samples a token for each request of the batch; completed
+requests leave the batch, and waiting requests join it:
 
-Each next token is drawn by inverse transform sampling:
-
-    logits --legal answers--> --repetition penalty--> --temperature--> log-probs
-        --min_p, top_k, top_p--> cut-off log-probs --uniform number--> token
+    waiting  --prefill, once for equal prompts-->  batch  --one token per step-->  outputs
 
 Each token is determined by one random number, which depends only on the request's seed and the
-token's position. A token therefore does not depend on the other rows of the batch. As in vLLM, each
-cut applies to the renormalized distribution that remains after the previous cut.
+token's position. A token therefore does not depend on the other rows of the batch.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ludus.trainer.algorithms.losses import token_logprobs
 from ludus.trainer.core.interfaces import EngineOutput, EngineRequest, StateDict
 from ludus.trainer.core.streams import draw_uniforms
-from ludus.trainer.core.types import Sampling, ScoringRequest
+from ludus.trainer.core.types import ScoringRequest
+from ludus.trainer.rollout.engines.decoders import make_decoder
 from ludus.trainer.rollout.engines.restriction import restrict_logits
+from ludus.trainer.rollout.engines.token_sampling import sample_tokens
+
+_MIN_JOINING_SHARE = 0.125
+"""Number of waiting requests, as a share of the batch, with which they join the batch at once. A
+pass over a few prompts costs nearly as much as a pass over many."""
+_MAX_WAITING_STEPS = 8
+"""Number of steps after which waiting requests join the batch, however few they are."""
 
 
 @dataclass(slots=True)
@@ -36,52 +39,93 @@ class _Completion:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
+    @property
+    def sequence(self) -> list[int]:
+        """Tokens of the prompt and of the completion so far."""
+        return [*self.request.prompt_ids, *self.token_ids]
+
+    @property
+    def num_tokens_left(self) -> int:
+        """Number of tokens until the limit."""
+        return self.request.sampling.max_tokens - len(self.token_ids)
+
 
 class TransformersEngine:
-    """An engine in this process, in which each step completes all requests of one prompt length."""
+    """An engine in this process, in which each step samples one token for all requests."""
 
     def __init__(
-        self, model: PreTrainedModel, *, end_token_ids: Collection[int], max_batch_size: int = 1024
+        self,
+        model: PreTrainedModel,
+        *,
+        end_token_ids: Collection[int],
+        max_batch_size: int = 1024,
+        prefix_cache_mib: int = 256,
     ) -> None:
         self.model = model.eval()
         self._device = model.device
+        if self._device.type == "cpu":
+            _transpose_weights(model)
         self._end_token_ids = frozenset(end_token_ids)
         self._max_batch_size = max_batch_size
-        self._queues: dict[int, list[EngineRequest]] = defaultdict(list)
-        """Waiting requests by prompt length, ordered by the first request of each length."""
+        self._decoder = make_decoder(self.model, prefix_cache_mib * 2**20)
+        self._waiting: list[_Completion] = []
+        """Requests that are not in the batch, from the oldest to the newest."""
+        self._batch: list[_Completion] = []
+        """Requests in the order of the decoder's rows."""
+        self._num_waiting_steps = 0
+        """Number of steps that the oldest waiting request has waited."""
 
     @property
     def has_work(self) -> bool:
-        return bool(self._queues)
+        return bool(self._waiting or self._batch)
 
     def submit(self, request: EngineRequest) -> None:
-        """Add a request to the queue of its prompt length."""
-        self._queues[len(request.prompt_ids)].append(request)
+        """Add a request to the waiting requests."""
+        self._waiting.append(_Completion(request))
 
     def abort(self, request_ids: Collection[int]) -> None:
-        """Remove queued requests. Requests in the current batch are completed with it."""
-        for prompt_length, requests in list(self._queues.items()):
-            queue = [request for request in requests if request.request_id not in request_ids]
-            if queue:
-                self._queues[prompt_length] = queue
-            else:
-                del self._queues[prompt_length]
+        """Remove requests from the queue and from the batch."""
+        self._waiting = [
+            completion
+            for completion in self._waiting
+            if completion.request.request_id not in request_ids
+        ]
+        kept_rows = [
+            row
+            for row, completion in enumerate(self._batch)
+            if completion.request.request_id not in request_ids
+        ]
+        if len(kept_rows) < len(self._batch):
+            self._keep(kept_rows, [])
 
     @torch.inference_mode()
     def step(self) -> list[EngineOutput]:
-        """Complete the queued requests that have the same prompt length as the oldest request.
-
-        With the most common length instead, episodes with longer prompts would wait as long as new
-        episodes with shorter prompts start.
-        """
-        prompt_length = next(iter(self._queues))
-        requests = self._queues.pop(prompt_length)
-        if queue := requests[self._max_batch_size :]:
-            self._queues[prompt_length] = queue
-        batch = [_Completion(request) for request in requests[: self._max_batch_size]]
-        return list(self._complete(batch))
+        """Sample a token for each request in the batch; return the completed requests."""
+        logits: list[Tensor] = []
+        if self._batch:
+            last_ids = [completion.token_ids[-1] for completion in self._batch]
+            logits.append(self._decoder.extend(torch.tensor(last_ids, device=self._device)))
+        if joining := self._take_joining():
+            max_new_tokens = max(completion.num_tokens_left for completion in joining)
+            sequences = [completion.sequence for completion in joining]
+            logits.append(self._decoder.add(sequences, max_new_tokens))
+            self._batch += joining
+        self._sample(torch.cat(logits) if len(logits) > 1 else logits[0])
+        finished_rows = [
+            row for row, completion in enumerate(self._batch) if self._is_finished(completion)
+        ]
+        outputs = [self._make_output(self._batch[row]) for row in finished_rows]
+        if finished_rows:
+            finished = set(finished_rows)
+            kept_rows = [row for row in range(len(self._batch)) if row not in finished]
+            self._keep(kept_rows, finished_rows)
+        return outputs
 
     def load_weights(self, state: StateDict) -> None:
+        """Replace the weights. Running requests continue; their keys are computed again."""
+        self._waiting = [*self._batch, *self._waiting]
+        self._batch = []
+        self._decoder.clear()
         with torch.no_grad():
             parameters = self.model.state_dict(keep_vars=True)
             for name, tensor in state.items():
@@ -98,41 +142,34 @@ class TransformersEngine:
     def close(self) -> None:
         """Do nothing: the process frees the model when it exits."""
 
-    def _complete(self, batch: list[_Completion]) -> Iterator[EngineOutput]:
-        unique_prompts, prompt_rows = _find_unique_prompts(batch)
-        cache = DynamicCache(config=self.model.config)
-        token_ids = torch.tensor(unique_prompts, device=self._device)
-        logits = self._forward(token_ids, cache)[prompt_rows]
-        cache.batch_select_indices(prompt_rows)
-        while True:
-            token_ids, logprobs = self._sample(logits, batch)
-            finished_rows: list[int] = []
-            kept_rows: list[int] = []
-            sampled_tokens = zip(batch, token_ids.tolist(), logprobs.tolist(), strict=True)
-            for row, (completion, token_id, logprob) in enumerate(sampled_tokens):
-                completion.token_ids.append(token_id)
-                completion.logprobs.append(logprob)
-                (finished_rows if self._is_finished(completion) else kept_rows).append(row)
-            yield from (self._make_output(batch[row]) for row in finished_rows)
-            if not kept_rows:
-                return
-            if finished_rows:
-                kept_row_tensor = torch.tensor(kept_rows, device=self._device)
-                cache.batch_select_indices(kept_row_tensor)
-                token_ids = token_ids[kept_row_tensor]
-                batch = [batch[row] for row in kept_rows]
-            logits = self._forward(token_ids[:, None], cache)
+    def _take_joining(self) -> list[_Completion]:
+        """Remove and return the waiting requests that join the batch in this step."""
+        num_free = self._max_batch_size - len(self._batch)
+        if not self._waiting or num_free == 0:
+            return []
+        if self._batch:
+            self._num_waiting_steps += 1
+            is_worthwhile = len(self._waiting) >= _MIN_JOINING_SHARE * len(self._batch)
+            has_waited = self._num_waiting_steps >= _MAX_WAITING_STEPS
+            if not self._decoder.accepts_any_length or not (is_worthwhile or has_waited):
+                return []
+        self._num_waiting_steps = 0
+        length = len(self._waiting[0].sequence)
+        joining: list[_Completion] = []
+        remaining: list[_Completion] = []
+        for completion in self._waiting:
+            fits = self._decoder.accepts_any_length or len(completion.sequence) == length
+            can_join = fits and len(joining) < num_free
+            (joining if can_join else remaining).append(completion)
+        self._waiting = remaining
+        return joining
 
-    def _forward(self, token_ids: Tensor, cache: DynamicCache) -> Tensor:
-        """Return the logits of the next token, [rows, vocabulary]."""
-        arguments = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
-        return self.model(input_ids=token_ids, **arguments).logits[:, -1].float()
-
-    def _sample(self, logits: Tensor, batch: Sequence[_Completion]) -> tuple[Tensor, Tensor]:
-        # All completions of a batch have the same number of tokens.
-        position = len(batch[0].token_ids)
+    def _sample(self, logits: Tensor) -> None:
+        """Append a token to each completion of the batch."""
+        batch = self._batch
         seeds = [completion.request.seed for completion in batch]
-        uniforms = torch.from_numpy(draw_uniforms(seeds, [position] * len(seeds))).to(self._device)
+        positions = [len(completion.token_ids) for completion in batch]
+        uniforms = torch.from_numpy(draw_uniforms(seeds, positions)).to(self._device)
         samplings = [completion.request.sampling for completion in batch]
         restrictions = {
             row: (completion.request.answers, completion.token_ids)
@@ -140,13 +177,24 @@ class TransformersEngine:
             if completion.request.answers is not None
         }
         logits = restrict_logits(logits, restrictions)
-        if all(sampling.repetition_penalty == 1 for sampling in samplings):
-            return sample_tokens(logits, samplings, uniforms)
-        contexts = [[*completion.request.prompt_ids, *completion.token_ids] for completion in batch]
-        return sample_tokens(logits, samplings, uniforms, contexts)
+        contexts: list[Sequence[int]] = []
+        if any(sampling.repetition_penalty != 1 for sampling in samplings):
+            contexts = [completion.sequence for completion in batch]
+        token_ids, logprobs = sample_tokens(logits, samplings, uniforms, contexts)
+        sampled_tokens = zip(batch, token_ids.tolist(), logprobs.tolist(), strict=True)
+        for completion, token_id, logprob in sampled_tokens:
+            completion.token_ids.append(token_id)
+            completion.logprobs.append(logprob)
+
+    def _keep(self, rows: Sequence[int], finished_rows: Sequence[int]) -> None:
+        """Remove all other rows from the batch."""
+        # The last token of a completed sequence has no keys and values.
+        ended = [(row, self._batch[row].sequence[:-1]) for row in finished_rows]
+        order = self._decoder.keep(rows, ended)
+        self._batch = [self._batch[row] for row in order]
 
     def _is_finished(self, completion: _Completion) -> bool:
-        is_full = len(completion.token_ids) >= completion.request.sampling.max_tokens
+        is_full = completion.num_tokens_left <= 0
         return is_full or completion.token_ids[-1] in self._end_token_ids
 
     def _make_output(self, completion: _Completion) -> EngineOutput:
@@ -155,91 +203,15 @@ class TransformersEngine:
         return EngineOutput(request_id, token_ids, completion.logprobs, has_end_token)
 
 
-def _find_unique_prompts(batch: Sequence[_Completion]) -> tuple[list[list[int]], Tensor]:
-    """Return the distinct prompts, and the index of each completion's prompt among them."""
-    row_by_prompt: dict[tuple[int, ...], int] = {}
-    prompt_rows = [
-        row_by_prompt.setdefault(tuple(completion.request.prompt_ids), len(row_by_prompt))
-        for completion in batch
-    ]
-    return [list(prompt) for prompt in row_by_prompt], torch.tensor(prompt_rows)
+@torch.no_grad()
+def _transpose_weights(model: PreTrainedModel) -> None:
+    """Store the weights of linear layers in the order in which a CPU multiplies few rows fastest.
 
-
-def sample_tokens(
-    logits: Tensor,
-    samplings: Sequence[Sampling],
-    uniforms: Tensor,
-    contexts: Sequence[Sequence[int]] = (),
-) -> tuple[Tensor, Tensor]:
-    """Return [N] token ids and [N] log-probs under the distribution they were drawn from.
-
-    Args:
-        logits: [N, V] float32.
-        samplings: [N]
-        uniforms: [N] float32 in [0, 1).
-        contexts: [N] tokens of the prompt and the completion so far, for repetition penalties.
+    Shapes and values stay the same. Weights that are tied to the embeddings are read by row.
     """
-    logits = _penalize_repetition(logits, samplings, contexts)
-    temperatures = logits.new_tensor([sampling.temperature for sampling in samplings])[:, None]
-    is_greedy = temperatures[:, 0] == 0
-    logprobs = torch.log_softmax(logits / torch.where(temperatures == 0, 1.0, temperatures), dim=-1)
-    # Greedy rows use the most likely token, with its log-prob in the uncut distribution.
-    cut_rows = [
-        row
-        for row, sampling in enumerate(samplings)
-        if sampling.excludes_tokens and sampling.temperature > 0
-    ]
-    if cut_rows:
-        logprobs[cut_rows] = _cut_tokens(logprobs[cut_rows], [samplings[row] for row in cut_rows])
-    token_ids = _draw_tokens(logprobs.exp(), uniforms)
-    if bool(is_greedy.any()):
-        token_ids = torch.where(is_greedy, logprobs.argmax(dim=-1), token_ids)
-    return token_ids, logprobs.gather(1, token_ids[:, None])[:, 0]
-
-
-def _draw_tokens(probabilities: Tensor, uniforms: Tensor) -> Tensor:
-    """Return [N] the first token whose cumulative probability exceeds the random number."""
-    cumulative_probabilities = probabilities.cumsum(dim=-1)
-    total_probability = cumulative_probabilities[:, -1]
-    # The target must be below the total. Otherwise rounding could select an impossible token.
-    max_target = torch.nextafter(total_probability, torch.zeros_like(total_probability))
-    targets = torch.minimum(uniforms * total_probability, max_target)
-    return torch.searchsorted(cumulative_probabilities, targets[:, None], right=True)[:, 0]
-
-
-def _penalize_repetition(
-    logits: Tensor, samplings: Sequence[Sampling], contexts: Sequence[Sequence[int]]
-) -> Tensor:
-    """Return [N, V] logits with penalties for repeated tokens (arXiv 1909.05858, section 4.1)."""
-    rows = [row for row, sampling in enumerate(samplings) if sampling.repetition_penalty != 1]
-    if not rows:
-        return logits
-    logits = logits.clone()
-    for row in rows:
-        tokens = torch.tensor(sorted(set(contexts[row])), dtype=torch.int64, device=logits.device)
-        penalty, repeated_logits = samplings[row].repetition_penalty, logits[row, tokens]
-        logits[row, tokens] = torch.where(
-            repeated_logits > 0, repeated_logits / penalty, repeated_logits * penalty
-        )
-    return logits
-
-
-def _cut_tokens(logprobs: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """Return [N, V] log-probs after each row's cuts; -inf for tokens that were cut off."""
-
-    def make_column(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, device=logprobs.device)[:, None]
-
-    vocabulary_size = logprobs.shape[1]
-    min_p = make_column([sampling.min_p for sampling in samplings])
-    top_k = make_column([sampling.top_k or vocabulary_size for sampling in samplings])
-    top_p = make_column([sampling.top_p for sampling in samplings])
-    probabilities, token_ids = logprobs.exp().sort(dim=-1, descending=True)
-    is_kept = probabilities >= min_p * probabilities[:, :1]
-    is_kept &= torch.arange(vocabulary_size, device=logprobs.device) < top_k
-    kept_probabilities = torch.where(is_kept, probabilities, 0.0)
-    kept_probabilities /= kept_probabilities.sum(dim=-1, keepdim=True)
-    # A token is kept if the probabilities of the more likely tokens sum to less than top_p.
-    is_kept &= kept_probabilities.cumsum(dim=-1) - kept_probabilities < top_p
-    is_dropped = torch.zeros_like(is_kept).scatter(1, token_ids, ~is_kept)
-    return torch.log_softmax(logprobs.masked_fill(is_dropped, -torch.inf), dim=-1)
+    embeddings = model.get_input_embeddings().weight
+    for module in model.modules():
+        if not isinstance(module, torch.nn.Linear) or module.weight is embeddings:
+            continue
+        if module.weight.dtype == torch.float32:
+            module.weight.data = module.weight.data.t().contiguous().t()

@@ -1,0 +1,304 @@
+"""Batches of sequences that a model extends token by token.
+
+A `Decoder` computes the logits of the next token of each of its sequences. `PaddedDecoder` accepts
+sequences of any length at any time. `UniformDecoder` is for models whose caches cannot be padded:
+its sequences start with the same length, and all of them end before others start.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from ludus.trainer.rollout.engines.grouped_attention import use_grouped_attention
+from ludus.trainer.rollout.engines.key_values import KeyValueRows, KeyValueShape
+from ludus.trainer.rollout.engines.prefixes import PrefixStore, StoredPrefix
+
+_NUM_SPARE_COLUMNS = 64
+"""Maximum number of unused columns that are allocated for the next tokens."""
+_MAX_PADDING_SHARE = 0.25
+_MAX_PADDING_TOKENS = 64
+"""Padded tokens that a prefill may have beyond the share; a pass costs as much as so many."""
+_MAX_PREFILL_TOKENS = 8192
+_MAX_PROBE_ERROR = 0.1
+"""Largest difference of logits that passes as rounding, in standard deviations of the logits."""
+_PADDABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+"""Types of layers whose caches consist of keys and values only."""
+
+
+class Decoder(Protocol):
+    """A batch of sequences, in the order in which they were added."""
+
+    accepts_any_length: bool
+    """True if sequences of different lengths can be added, at any time."""
+
+    def add(self, sequences: Sequence[Sequence[int]], max_new_tokens: int) -> Tensor:
+        """Add sequences; return their logits of the next token, [N, V] float32."""
+
+    def extend(self, token_ids: Tensor) -> Tensor:
+        """Append a token to each sequence; return the logits of the next token, [N, V] float32."""
+
+    def keep(self, rows: Sequence[int], ended: Sequence[tuple[int, Sequence[int]]]) -> list[int]:
+        """Remove all other sequences; return the old row of each sequence in the new order.
+
+        `ended` has the rows and the tokens of completed sequences, which others may continue.
+        """
+
+    def clear(self) -> None:
+        """Remove everything that depends on the weights."""
+
+
+def make_decoder(model: PreTrainedModel, max_prefix_bytes: int) -> Decoder:
+    """Return the fastest decoder that the model can use."""
+    shape = _find_shape(model)
+    if shape is None:
+        return UniformDecoder(model)
+    attention = model.config._attn_implementation
+    use_grouped_attention(model)
+    decoder = PaddedDecoder(model, shape, max_prefix_bytes)
+    if _computes_padded_rows_correctly(model, decoder):
+        return decoder
+    model.set_attn_implementation(attention)
+    return UniformDecoder(model)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefill:
+    """A distinct sequence whose keys and values must be computed, except for a known beginning."""
+
+    index: int
+    """Number of the sequence among the distinct sequences."""
+    token_ids: Sequence[int]
+    prefix: StoredPrefix | None
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Number of tokens whose keys and values are not known."""
+        return len(self.token_ids) - (0 if self.prefix is None else self.prefix.num_tokens)
+
+
+class PaddedDecoder:
+    """A decoder of sequences of different lengths, with unused columns before shorter sequences."""
+
+    accepts_any_length = True
+
+    def __init__(self, model: PreTrainedModel, shape: KeyValueShape, max_prefix_bytes: int) -> None:
+        self._model = model
+        self._shape = shape
+        self._rows = KeyValueRows(shape, [], 0, 0)
+        self._prefixes = PrefixStore(max_prefix_bytes)
+
+    @torch.inference_mode()
+    def add(self, sequences: Sequence[Sequence[int]], max_new_tokens: int) -> Tensor:
+        """Add sequences; equal sequences are computed once, and stored beginnings not at all."""
+        index_by_sequence: dict[tuple[int, ...], int] = {}
+        indices = [
+            index_by_sequence.setdefault(tuple(sequence), len(index_by_sequence))
+            for sequence in sequences
+        ]
+        prefills = [
+            _Prefill(index, sequence, self._prefixes.find(sequence))
+            for sequence, index in index_by_sequence.items()
+        ]
+        parts: list[KeyValueRows] = []
+        logits: list[Tensor] = []
+        part_row_by_index: dict[int, tuple[int, int]] = {}
+        for number, batch in enumerate(_split_prefills(prefills)):
+            rows, batch_logits = self._prefill(batch)
+            parts.append(rows)
+            logits.append(batch_logits)
+            part_row_by_index |= {prefill.index: (number, row) for row, prefill in enumerate(batch)}
+        part_rows = [part_row_by_index[index] for index in indices]
+        self._append(parts, part_rows, min(max_new_tokens, _NUM_SPARE_COLUMNS))
+        return torch.stack([logits[number][row] for number, row in part_rows])
+
+    @torch.inference_mode()
+    def extend(self, token_ids: Tensor) -> Tensor:
+        """Append a token to each sequence; return the logits of the next token."""
+        if self._rows.num_columns == self._rows.capacity:
+            self._append([], [], _NUM_SPARE_COLUMNS)
+        return self._forward(token_ids[:, None], self._rows)
+
+    def keep(self, rows: Sequence[int], ended: Sequence[tuple[int, Sequence[int]]]) -> list[int]:
+        """Remove all other sequences, and store the completed ones for their next turns."""
+        if ended and self._prefixes.is_enabled:
+            starts = [self._rows.starts[row] for row, _ in ended]
+            values = self._rows.read_rows([row for row, _ in ended])
+            self._prefixes.add([token_ids for _, token_ids in ended], values, starts)
+        return self._rows.keep(rows)
+
+    def clear(self) -> None:
+        """Remove all sequences, stored beginnings included."""
+        self._rows = KeyValueRows(self._shape, [], 0, 0)
+        self._prefixes.clear()
+
+    def _prefill(self, batch: Sequence[_Prefill]) -> tuple[KeyValueRows, Tensor]:
+        """Return the keys and values of the sequences, and the logits of their next tokens.
+
+        All rows compute the same number of tokens, so a row may compute known tokens again.
+        """
+        num_columns = max(len(prefill.token_ids) for prefill in batch)
+        num_new = max(prefill.num_new_tokens for prefill in batch)
+        num_known = num_columns - num_new
+        starts = [num_columns - len(prefill.token_ids) for prefill in batch]
+        rows = KeyValueRows(self._shape, starts, num_known, num_columns)
+        tokens = []
+        for row, (prefill, start) in enumerate(zip(batch, starts, strict=True)):
+            if prefill.prefix is not None and start < num_known:
+                prefix_values = prefill.prefix.read(num_known - start)
+                rows.values[:, :, row, :, start:num_known] = prefix_values
+            new_ids = list(prefill.token_ids[-num_new:])
+            tokens.append([0] * (num_new - len(new_ids)) + new_ids)
+        return rows, self._forward(torch.tensor(tokens, device=self._shape.device), rows)
+
+    def _forward(self, token_ids: Tensor, rows: KeyValueRows) -> Tensor:
+        num_columns, num_new = rows.num_columns, token_ids.shape[1]
+        starts = torch.tensor(rows.starts, device=self._shape.device)[:, None]
+        columns = torch.arange(num_columns + num_new, device=self._shape.device)
+        has_padding = max(rows.starts) > 0
+        output = self._model(
+            input_ids=token_ids,
+            position_ids=(columns[num_columns:] - starts).clamp(min=0),
+            attention_mask=columns >= starts if has_padding else None,
+            past_key_values=rows,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        rows.advance(num_new)
+        return output.logits[:, -1].float()
+
+    def _append(
+        self, parts: Sequence[KeyValueRows], part_rows: Sequence[tuple[int, int]], num_spare: int
+    ) -> None:
+        """Append a row for each pair (part, row of the part), without columns that no row uses."""
+        old_rows = self._rows
+        num_columns = max(rows.max_length for rows in (old_rows, *parts))
+        sources = [old_rows] * old_rows.num_rows + [parts[number] for number, _ in part_rows]
+        numbers = [*range(old_rows.num_rows), *(row for _, row in part_rows)]
+        starts = [
+            num_columns - source.num_columns + source.starts[row]
+            for source, row in zip(sources, numbers, strict=True)
+        ]
+        rows = KeyValueRows(self._shape, starts, num_columns, num_columns + num_spare)
+        if old_rows.num_rows > 0:
+            used = old_rows.values[:, :, : old_rows.num_rows, :, : old_rows.num_columns]
+            rows.write_rows(0, used)
+        first_row = old_rows.num_rows
+        while first_row < len(sources):
+            source = sources[first_row]
+            last_row = first_row
+            while last_row < len(sources) and sources[last_row] is source:
+                last_row += 1
+            rows.write_rows(first_row, source.read_rows(numbers[first_row:last_row]))
+            first_row = last_row
+        self._rows = rows
+
+
+class UniformDecoder:
+    """A decoder of sequences of equal length, with the model's own kind of cache."""
+
+    accepts_any_length = False
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._cache = DynamicCache(config=model.config)
+
+    @torch.inference_mode()
+    def add(self, sequences: Sequence[Sequence[int]], max_new_tokens: int) -> Tensor:
+        """Start with these sequences, which have the same length; equal ones are computed once."""
+        row_by_sequence: dict[tuple[int, ...], int] = {}
+        rows = [
+            row_by_sequence.setdefault(tuple(sequence), len(row_by_sequence))
+            for sequence in sequences
+        ]
+        self._cache = DynamicCache(config=self._model.config)
+        logits = self._forward(torch.tensor(list(row_by_sequence), device=self._model.device))
+        row_tensor = torch.tensor(rows, device=self._model.device)
+        self._cache.reorder_cache(row_tensor)
+        return logits[row_tensor]
+
+    @torch.inference_mode()
+    def extend(self, token_ids: Tensor) -> Tensor:
+        """Append a token to each sequence; return the logits of the next token."""
+        return self._forward(token_ids[:, None])
+
+    def keep(self, rows: Sequence[int], ended: Sequence[tuple[int, Sequence[int]]]) -> list[int]:
+        """Remove all other sequences."""
+        if rows:
+            self._cache.reorder_cache(torch.tensor(rows, device=self._model.device))
+        return list(rows)
+
+    def clear(self) -> None:
+        """Do nothing: the next `add` replaces the cache."""
+
+    def _forward(self, token_ids: Tensor) -> Tensor:
+        output = self._model(
+            input_ids=token_ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1
+        )
+        return output.logits[:, -1].float()
+
+
+def _split_prefills(prefills: Sequence[_Prefill]) -> list[list[_Prefill]]:
+    """Return batches of sequences with similar numbers of new tokens."""
+    batches: list[list[_Prefill]] = []
+    num_tokens = 0
+    for prefill in sorted(prefills, key=lambda prefill: prefill.num_new_tokens):
+        num_new = prefill.num_new_tokens
+        num_padded = num_new * (len(batches[-1]) + 1) if batches else 0
+        max_padded = (num_tokens + num_new) * (1 + _MAX_PADDING_SHARE) + _MAX_PADDING_TOKENS
+        if batches and num_padded <= min(max_padded, _MAX_PREFILL_TOKENS):
+            batches[-1].append(prefill)
+            num_tokens += num_new
+        else:
+            batches.append([prefill])
+            num_tokens = num_new
+    return batches
+
+
+@torch.inference_mode()
+def _find_shape(model: PreTrainedModel) -> KeyValueShape | None:
+    """Return the sizes of the model's keys and values; None if its cache cannot be padded."""
+    parameters = inspect.signature(model.forward).parameters
+    if not {"position_ids", "attention_mask", "past_key_values"} <= parameters.keys():
+        return None
+    cache = DynamicCache(config=model.config)
+    token_ids = torch.ones(1, 1, dtype=torch.int64, device=model.device)
+    model(input_ids=token_ids, attention_mask=token_ids, past_key_values=cache)
+    if not all(type(layer) in _PADDABLE_LAYERS and layer.is_initialized for layer in cache.layers):
+        return None
+    tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    if len({(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors}) != 1:
+        return None
+    first = tensors[0]
+    return KeyValueShape(
+        len(cache.layers), first.shape[1], first.shape[3], first.dtype, first.device
+    )
+
+
+@torch.inference_mode()
+def _computes_padded_rows_correctly(model: PreTrainedModel, decoder: PaddedDecoder) -> bool:
+    """Compare two sequences of different lengths in one batch with single passes."""
+    sequences = [[1, 2, 3, 4, 5, 6], [3, 1]]
+    try:
+        decoder.add(sequences, 1)
+        padded_logits = decoder.extend(torch.tensor([7, 4], device=model.device))
+    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError):
+        return False
+    finally:
+        decoder.clear()
+    continued = ([*sequences[0], 7], [*sequences[1], 4])
+    for logits, sequence in zip(padded_logits, continued, strict=True):
+        token_ids = torch.tensor([sequence], device=model.device)
+        output = model(input_ids=token_ids, use_cache=False, logits_to_keep=1)
+        expected_logits = output.logits[0, -1].float()
+        error = (logits - expected_logits).abs().max()
+        if error > _MAX_PROBE_ERROR * expected_logits.std():
+            return False
+    return True
