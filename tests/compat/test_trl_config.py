@@ -88,6 +88,9 @@ def test_every_field_is_in_exactly_one_table() -> None:
             2.0,
         ),
         ({"top_k": 20, "min_p": 0.1}, "rollout.top_k", 20),
+        ({"top_p": None}, "rollout.top_p", 1.0),
+        ({"use_vllm": True, "top_k": 10}, "algorithm.correction.kind", "off"),
+        ({"report_to": "trackio", "trackio_space_id": "me/run"}, "metrics.tensorboard", False),
         ({"repetition_penalty": 1.1}, "rollout.repetition_penalty", 1.1),
         ({"max_completion_length": 32}, "rollout.max_completion_tokens", 32),
         ({"use_vllm": True, "vllm_mode": "server"}, "rollout.generate_port", 8000),
@@ -176,7 +179,6 @@ def test_trl_rows_and_epochs_become_batches(
         ({"num_generations": 3}, "whole groups of num_generations = 3"),
         ({"max_grad_norm": 0}, "max_grad_norm = .* must be a number above 0"),
         ({"max_grad_norm": None}, "max_grad_norm = .* must be a number above 0"),
-        ({"use_vllm": True, "top_k": 5}, "GRPOConfig.top_k = 5 samples from a cut-off"),
         ({"max_completion_length": 2000}, "GRPOConfig.max_completion_length = 2000 leaves no room"),
         ({"num_prompts": 0}, "expected at least 1 prompts"),
         ({"generation_batch_size": 12}, "12 must be a multiple of per_device_train_batch_size"),
@@ -271,6 +273,16 @@ def test_last_part_of_output_dir_is_the_run_name(monkeypatch: pytest.MonkeyPatch
     for name in (".", "my run", "x" * 48):
         with pytest.raises(ConfigError, match=r"output_dir = .* its last part is the name of the"):
             find_run_folder(GRPOConfig(name))
+
+
+def test_correction_that_cannot_be_computed_is_off_and_reported(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    make_run(use_vllm=True, top_k=10)
+    note = "note: GRPOConfig.top_k = 10 samples from a cut-off distribution"
+    assert note in capsys.readouterr().err
+    make_run(use_vllm=True, top_k=10, vllm_importance_sampling_correction=False)
+    assert note not in capsys.readouterr().err
 
 
 def test_missing_vllm_is_reported(

@@ -79,7 +79,9 @@ def test_rows_are_written_to_the_paths_of_the_environment(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"callbacks": [1]}, "callbacks=.* is not supported; iterate over the steps"),
+        ({"callbacks": [1]}, "instances of transformers.TrainerCallback, but one is 1"),
+        ({"callbacks": 1}, "callbacks must be a list of callbacks, got 1"),
+        ({"optimizers": (1, None)}, "optimizers=.* is not supported; AdamW is the only optimizer"),
         ({"tools": [print]}, "tool 'print' needs typed arguments"),
         ({"reward_funcs": None}, "reward_funcs needs at least one function"),
         ({"reward_funcs": [3]}, "reward_funcs must be functions, .* but one is 3"),
@@ -216,7 +218,7 @@ def test_log_history_contains_means_since_the_previous_entry() -> None:
     batches = Batches(num_groups=2, num_minibatches=2, num_steps=5, num_prompts=8)
     for number in range(1, 6):
         state.add(make_step(number, float(number)), args, batches)
-    result = state.finish()
+    result = state.finish(2.0)
     assert [entry["step"] for entry in state.log_history] == [2, 4, 8, 10]
     assert [entry["reward"] for entry in state.log_history] == [1.0, 2.0, 3.5, 5.0]
     entry = state.log_history[-1]

@@ -80,6 +80,15 @@ async def test_reward_is_none_rather_than_zero_if_a_term_returns_none() -> None:
     assert rollouts[0].terms[1].value is None
 
 
+async def test_optional_term_without_a_value_is_left_out_of_the_sum() -> None:
+    optional = RewardTerm(function="tests.rollout.reward_functions:skip_first_score", optional=True)
+    episodes = [make_episode(1.0), make_episode(1.0)]
+    rollouts = await score([make_term(None), optional], *episodes)
+    assert [rollout.reward for rollout in rollouts] == [1.0, 3.0]
+    rollouts = await score([optional], *episodes)
+    assert [rollout.reward for rollout in rollouts] == [None, 2.0]
+
+
 async def test_lost_episodes_have_no_reward_and_are_not_passed_to_functions() -> None:
     reward_functions.RECORDED_CALLS.clear()
     lost = make_episode(None, RolloutStatus.LOST)

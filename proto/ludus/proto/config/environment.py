@@ -37,6 +37,9 @@ class RewardTerm(Section):
     """Factor of the term. A term with weight 0 is only recorded."""
     name: str | None = None
     """Name in metrics. null takes the name of the function, or "environment"."""
+    optional: bool = False
+    """Leave only the term out of the sum if it is None for an episode that has a value of another
+    term. Otherwise, the whole episode is left out."""
 
 
 class RewardModelTerm(Section):

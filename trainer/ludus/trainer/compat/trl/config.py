@@ -41,12 +41,12 @@ _Schedule = Literal["linear", "cosine", "constant", "constant_with_warmup"]
 _CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 _WeightCap = Annotated[float, Field(ge=1)]
 _Warmup = NonNegativeInt | Annotated[float, Field(ge=0, lt=1, description="a share below 1")]
-_Report = Literal["none", "wandb", "tensorboard"]
+_Report = Literal["none", "wandb", "tensorboard", "trackio"]
 _Reports = Annotated[
     _Report | list[_Report] | tuple[_Report, ...],
     Field(
-        description="'none', 'wandb', 'tensorboard' or a list of them; every run also has "
-        "metrics.jsonl, a report and `ludus watch`"
+        description="'none', 'wandb', 'tensorboard', 'trackio' or a list of them; every run also "
+        "has metrics.jsonl, a report and `ludus watch`"
     ),
 ]
 _Numbers = Annotated[
@@ -82,6 +82,7 @@ MAPPED_FIELDS: Mapping[str, tuple[Any, Any]] = {
     "logging_steps": (10, float),
     "logging_first_step": (False, bool),
     "report_to": ("none", _Reports | None),
+    "trackio_space_id": (None, Text | None),
     "eval_strategy": ("no", _Strategy),
     "eval_steps": (None, float | None),
     "save_strategy": ("steps", _Strategy),
@@ -91,7 +92,7 @@ MAPPED_FIELDS: Mapping[str, tuple[Any, Any]] = {
     "max_completion_length": (512, PositiveInt),
     "mask_truncated_completions": (False, bool),
     "temperature": (1.0, Temperature),
-    "top_p": (1.0, Share),
+    "top_p": (1.0, Share | None),
     "top_k": (0, Annotated[int, Field(ge=-1)] | None),
     "min_p": (None, ShareBelow1 | None),
     "repetition_penalty": (1.0, Penalty),
@@ -140,8 +141,8 @@ _IGNORED_BY_REASON = {
     " log_level_replica='warning' disable_tqdm=None debug='' log_unique_prompts=False",
     "an update that is not finite is skipped and counted": "logging_nan_inf_filter=True",
     "num_tokens_in_batch counts them": "include_num_input_tokens_seen='no'",
-    "the last part of output_dir is the name of the run": "run_name=None",
-    "it is the project name for report_to = 'wandb' only": "project='huggingface'",
+    "the last part of output_dir is the name of the run, except in Trackio": "run_name=None",
+    "it is the project name for report_to = 'wandb' or 'trackio' only": "project='huggingface'",
     "evaluations start with the first step": "eval_delay=0",
     "episodes of an evaluation are played at the same time": "per_device_eval_batch_size=8",
     "an evaluation plays episodes and computes no loss": "prediction_loss_only=False"
@@ -151,7 +152,7 @@ _IGNORED_BY_REASON = {
     "checkpoints are in the run folder": "save_on_each_node=False",
     "Ctrl-C and SIGTERM always write a checkpoint": "enable_jit_checkpoint=False",
     "a resumed run continues at its row": "ignore_data_skip=False",
-    "there are no callbacks": "restore_callback_states_from_checkpoint=False",
+    "callbacks start again when a run resumes": "restore_callback_states_from_checkpoint=False",
     "random numbers always depend on the seed only": "full_determinism=False",
     "there is no data loader, because rollout workers read the rows": "dataloader_drop_last=False"
     " dataloader_num_workers=0 dataloader_pin_memory=True dataloader_persistent_workers=False"
@@ -190,7 +191,7 @@ _REFUSED_BY_REMEDY = {
     "lower learner.max_tokens_per_micro_batch in overrides; the loss does not depend on it": (
         "auto_find_batch_size=False"
     ),
-    "report to 'wandb' or 'tensorboard'": "trackio_space_id=None trackio_bucket_id=None"
+    "remove it, and publish the project with trackio's own functions": "trackio_bucket_id=None"
     " trackio_static_space_id=None",
     "remove it, because a run resumes from checkpoints": "save_only_model=False",
     "upload the folder that trainer.save_model wrote with huggingface_hub": "push_to_hub=False"

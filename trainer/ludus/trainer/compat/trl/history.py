@@ -41,6 +41,8 @@ class TrainOutput(NamedTuple):
 class TrainerState:
     """The progress of a training, with TRL's names."""
 
+    is_world_process_zero: bool = True
+    is_local_process_zero: bool = True
     global_step: int = 0
     """Number of optimizer steps."""
     epoch: float = 0.0
@@ -52,6 +54,11 @@ class TrainerState:
     num_input_tokens_seen: int = 0
     _losses: list[float] = field(default_factory=list)
     _pending_values: list[dict[str, float]] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, args: GRPOConfig, batches: Batches) -> TrainerState:
+        """Return the state of a training before its first step."""
+        return cls(max_steps=batches.num_optimizer_steps, num_train_epochs=args.num_train_epochs)
 
     def add(self, step: Step, args: GRPOConfig, batches: Batches) -> None:
         """Record the metrics of a trained batch, and log them when due."""
@@ -68,12 +75,14 @@ class TrainerState:
         for report in (step.evaluation or {}).values():
             self.log_history.append({"eval_reward": report.policy.expected_return, **progress})
 
-    def finish(self) -> TrainOutput:
-        """Log pending values and return the final result."""
+    def finish(self, seconds: float) -> TrainOutput:
+        """Log pending values and return the final result of a training of this duration."""
         if self._pending_values:
             self._log()
         loss = sum(self._losses) / max(1, len(self._losses))
-        return TrainOutput(self.global_step, loss, {"train_loss": loss, "epoch": self.epoch})
+        speeds = {"train_runtime": seconds, "train_steps_per_second": self.global_step / seconds}
+        metrics = {**speeds, "train_loss": loss, "epoch": self.epoch}
+        return TrainOutput(self.global_step, loss, metrics)
 
     def _is_due(self, previous_step: int, args: GRPOConfig, batches: Batches, number: int) -> bool:
         """Return whether to log after the batch with this number, which starts at 1."""

@@ -320,7 +320,7 @@ def make_reward_terms(
         terms.append({**term, "name": name, "weight": float(weight)})
     if environment_term is not None:
         path = get_or_register_path(environment_reward)
-        terms.append({"function": path, "name": environment_term})
+        terms.append({"function": path, "name": environment_term, "optional": True})
     return terms
 
 
@@ -350,7 +350,8 @@ def _make_term(function: Any, columns: Mapping[str, Set[str]]) -> dict[str, Any]
                 f"{dataset} does not have; its arguments must be in "
                 f"{sorted(dataset_columns | STANDARD_ARGUMENTS)}"
             )
-    return {"function": get_or_register_path(function), "name": name}
+    # As in TRL, functions of several environments return None for the rows of the others.
+    return {"function": get_or_register_path(function), "name": name, "optional": True}
 
 
 def _find_required_arguments(function: Any, name: str) -> Set[str]:

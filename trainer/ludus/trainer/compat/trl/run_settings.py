@@ -113,14 +113,14 @@ def make_run_settings(args: GRPOConfig, batches: Batches, max_tokens: int) -> di
     _check_lengths(args, max_tokens)
     _check_engine(args)
     rollout = _make_rollout(args, batches, max_tokens)
-    _check_distribution(args, RolloutConfig(**rollout))
+    correction = _choose_correction(args, RolloutConfig(**rollout))
     return {
         "name": folder.name,
         "output_dir": str(folder.parent),
         "seed": args.seed,
         "generator": _make_generator(args),
         "rollout": rollout,
-        "algorithm": _make_algorithm(args),
+        "algorithm": _make_algorithm(args, correction),
         "learner": _make_learner(args, batches),
         "training": _make_training(args, batches),
         "metrics": _make_metrics(args),
@@ -200,7 +200,7 @@ def _make_rollout(args: GRPOConfig, batches: Batches, max_tokens: int) -> dict[s
         "num_groups_in_flight": batches.num_groups,
         "num_gpus_per_worker": _choose_num_gpus(args) * (args.vllm_tensor_parallel_size or 1),
         "temperature": args.temperature,
-        "top_p": args.top_p,
+        "top_p": 1.0 if args.top_p is None else args.top_p,
         "top_k": max(args.top_k or 0, 0),
         "min_p": args.min_p or 0.0,
         "repetition_penalty": args.repetition_penalty,
@@ -211,7 +211,7 @@ def _make_rollout(args: GRPOConfig, batches: Batches, max_tokens: int) -> dict[s
     }
 
 
-def _make_algorithm(args: GRPOConfig) -> dict[str, Any]:
+def _make_algorithm(args: GRPOConfig, correction: dict[str, Any]) -> dict[str, Any]:
     loss, aggregation = _make_loss(args)
     return {
         "kind": "grpo",
@@ -221,7 +221,7 @@ def _make_algorithm(args: GRPOConfig) -> dict[str, Any]:
         "zero_variance_groups": "keep",
         "loss": loss,
         "aggregation": aggregation,
-        "correction": _make_correction(args),
+        "correction": correction,
         "geometric_mask": None,
         "old_logprobs": "recompute",
         "entropy_coef": args.entropy_coef,
@@ -351,17 +351,17 @@ def _check_engine(args: GRPOConfig) -> None:
         )
 
 
-def _check_distribution(args: GRPOConfig, rollout: RolloutConfig) -> None:
-    """Raise an error if log-probs of a changed distribution are compared with the learner's."""
-    changed_setting = rollout.changed_distribution
-    if changed_setting is None or _make_correction(args)["kind"] == "off":
-        return
+def _choose_correction(args: GRPOConfig, rollout: RolloutConfig) -> dict[str, Any]:
+    """Return `algorithm.correction`, which is off if the samples' distribution is changed."""
+    correction, changed_setting = _make_correction(args), rollout.changed_distribution
+    if changed_setting is None or correction["kind"] == "off":
+        return correction
     name, value, effect = changed_setting
-    raise ConfigError(
-        f"GRPOConfig.{name} = {value} samples from a {effect} distribution, whose log-probs cannot "
-        "be compared with the learner's, but vllm_importance_sampling_correction does; set "
-        f"vllm_importance_sampling_correction = False, or remove {name}"
+    sys.stderr.write(
+        f"note: GRPOConfig.{name} = {value} samples from a {effect} distribution, whose log-probs "
+        "cannot be compared with the learner's: vllm_importance_sampling_correction is off\n"
     )
+    return {"kind": "off"}
 
 
 def _make_correction(args: GRPOConfig) -> dict[str, Any]:

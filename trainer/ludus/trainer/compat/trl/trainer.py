@@ -12,7 +12,9 @@ The run folder has the usual files, so `ludus report`, `ludus watch` and `ludus 
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Sequence, Set
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from ludus.proto.errors import ConfigError
 from ludus.proto.paths import parse_path
 from ludus.proto.runs import CHECKPOINTS_FOLDER, Resume, Summary
 from ludus.trainer.compat.checks import run_coroutine
+from ludus.trainer.compat.trl.callbacks import Callbacks
 from ludus.trainer.compat.trl.config import GRPOConfig
 from ludus.trainer.compat.trl.history import TrainerState, TrainOutput
 from ludus.trainer.compat.trl.inputs import (
@@ -47,6 +50,7 @@ from ludus.trainer.compat.trl.tools import (
     choose_rollout,
 )
 from ludus.trainer.core.functions import get_or_register_path
+from ludus.trainer.core.stopping import RunStopped
 from ludus.trainer.driver.trainer import Trainer
 from ludus.trainer.run.checkpoint import MODEL_FOLDER, find_newest_checkpoint
 
@@ -56,7 +60,6 @@ _INPUT_SUFFIX = "-input"
 """Suffix of the folder with the objects that the script passed."""
 _REMEDIES = {
     "reward_processing_classes": "a reward model brings its own tokenizer",
-    "callbacks": "iterate over the steps of ludus.trainer.Trainer (docs/python.md)",
     "optimizers": "AdamW is the only optimizer; its settings are in GRPOConfig",
     "quantization_config": "pass a model that is not quantized",
 }
@@ -75,7 +78,7 @@ class GRPOTrainer:
         eval_dataset: Any = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         reward_processing_classes: None = None,
-        callbacks: None = None,
+        callbacks: Sequence[Any] | None = None,
         optimizers: tuple[None, None] = (None, None),
         quantization_config: None = None,
         peft_config: Any = None,
@@ -92,6 +95,7 @@ class GRPOTrainer:
             reward_funcs: a function, the id or folder of a reward model, or a list of these.
             train_dataset: rows with a `prompt` (text or messages) and the columns that rewards use.
             processing_class: the model's tokenizer. Default: the tokenizer in the model's folder.
+            callbacks: instances or classes of `transformers.TrainerCallback`.
             peft_config: LoRA settings; r, lora_alpha and target_modules of `peft.LoraConfig`.
             tools: functions that completions may call.
             rollout_func: function that plays the episodes (docs/from-trl.md).
@@ -99,12 +103,11 @@ class GRPOTrainer:
                 may call, or such functions by name, which column `environment` selects from.
             overrides: settings of the run in the form "section.field=value".
         """
-        _refuse_arguments((reward_processing_classes, callbacks, optimizers, quantization_config))
+        _refuse_arguments((reward_processing_classes, optimizers, quantization_config))
         self.args = _check_args(args) or GRPOConfig(f"{_make_default_name(model)}-GRPO")
         self._rows = PromptRows.read(train_dataset, "train_dataset")
-        self._eval_rows = None
-        if eval_dataset is not None:
-            self._eval_rows = PromptRows.read(eval_dataset, "eval_dataset")
+        has_eval = eval_dataset is not None
+        self._eval_rows = PromptRows.read(eval_dataset, "eval_dataset") if has_eval else None
         self._batches = make_batches(self.args, len(self._rows))
         folder = find_run_folder(self.args)
         self._input_folder = folder.with_name(folder.name + _INPUT_SUFFIX)
@@ -122,8 +125,8 @@ class GRPOTrainer:
         self._overrides = tuple(overrides)
         self.run: LanguageModelRun = Trainer(self._config, overrides=self._overrides).run
         """The configuration of the run that `train` starts."""
-        num_steps, num_epochs = self._batches.num_optimizer_steps, self.args.num_train_epochs
-        self.state = TrainerState(max_steps=num_steps, num_train_epochs=num_epochs)
+        self.state = TrainerState.start(self.args, self._batches)
+        self._callbacks = Callbacks(callbacks, self.args, self.state)
         self.summary: Summary | None = None
         """Final results of the run; None until it has ended."""
 
@@ -181,11 +184,24 @@ class GRPOTrainer:
 
     async def _train(self, resume: Resume) -> TrainOutput:
         trainer = Trainer(self._config, overrides=self._overrides, resume=resume, overwrite=True)
+        callbacks, start_s = self._callbacks, time.monotonic()
         async with trainer:
+            callbacks.call("on_train_begin")
+            callbacks.call("on_step_begin")
             async for step in trainer.steps():
                 self.state.add(step, self.args, self._batches)
-            self.summary = await trainer.train()
-        return self.state.finish()
+                callbacks.call("on_step_end")
+                callbacks.report_entries()
+                if callbacks.has_stopped:
+                    trainer.stop()
+                    break
+                callbacks.call("on_step_begin")
+            with suppress(*([RunStopped] if callbacks.has_stopped else [])):
+                self.summary = await trainer.train()
+        output = self.state.finish(time.monotonic() - start_s)
+        callbacks.report_entries()
+        callbacks.call("on_train_end")
+        return output
 
     def _make_run_config(
         self, model: ModelSection, rollout: Callable[..., Any], rewards: list[dict[str, Any]]

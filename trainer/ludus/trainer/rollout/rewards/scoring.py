@@ -162,6 +162,8 @@ class _Term:
     weight: float
     scorer: RewardFunction | QueuedRewardModel | None
     """Function or model that computes the values; None for the environment's return."""
+    is_optional: bool = False
+    """True if an episode without a value of this term can have a reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,15 +285,21 @@ class Reward:
 def _compute_weighted_sum(
     all_term_values: Sequence[_TermValues], values: Sequence[float | None]
 ) -> float | None:
-    """Return the weighted sum of the values; None if a term with a weight has no value."""
+    """Return the weighted sum of the values; None if a term that is needed has no value."""
+    weighted_terms = [
+        (term_values.term, value)
+        for term_values, value in zip(all_term_values, values, strict=True)
+        if term_values.term.weight != 0
+    ]
+    needed_terms = [
+        (term, value) for term, value in weighted_terms if value is not None or not term.is_optional
+    ]
     weighted_sum = 0.0
-    for term_values, value in zip(all_term_values, values, strict=True):
-        if term_values.term.weight == 0:
-            continue
+    for term, value in needed_terms:
         if value is None:
             return None
-        weighted_sum += term_values.term.weight * value
-    return weighted_sum
+        weighted_sum += term.weight * value
+    return weighted_sum if needed_terms or not weighted_terms else None
 
 
 def _make_term(
@@ -304,7 +312,7 @@ def _make_term(
         return _Term(name, term_config.weight, reward_models.load(term_config))
     if term_config.function is not None:
         scorer = RewardFunction(term_config.function, name, executor)
-    return _Term(name, term_config.weight, scorer)
+    return _Term(name, term_config.weight, scorer, term_config.optional)
 
 
 def _make_columns(episodes: Sequence[PlayedEpisode]) -> Columns:
