@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import resource
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,13 +20,14 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
+from transformers.utils import GENERATION_CONFIG_NAME
 
-from ludus.proto.config import GrpoConfig
+from ludus.proto.config import GrpoConfig, LoraConfig
 from ludus.proto.errors import CheckpointError, ConfigError, NotFoundError
 from ludus.trainer.core.ragged import RaggedArray
 from ludus.trainer.core.types import Batch, Coefficients, ScoringRequest
 from ludus.trainer.learner.learner import Learner
-from ludus.trainer.models.load import load_language_model, load_tokenizer
+from ludus.trainer.models.load import load_end_token_ids, load_language_model, load_tokenizer
 from ludus.trainer.models.tiny import save
 from tests.learner.tiny_policy import make_batch, make_learner, make_policy_folder
 
@@ -231,6 +234,23 @@ def test_exported_model_and_tokenizer_work_in_transformers(model_path: str, tmp_
     logprobs = logits.log_softmax(-1)[0, :-1].gather(1, tokens[0, 1:, None])[:, 0]
     canary = ScoringRequest(token_ids[:1], token_ids[1:])
     assert learner.score_completions([canary])[0] == pytest.approx(logprobs.tolist(), abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)], ids=["full", "lora"])
+def test_exported_model_has_the_generation_settings_of_the_original(
+    model_path: str, tmp_path: Path, lora: LoraConfig | None
+) -> None:
+    source_path, exported_path = tmp_path / "source", tmp_path / "exported"
+    shutil.copytree(model_path, source_path)
+    # transformers accepts a temperature without sampling, as some models have it, but does not
+    # save it.
+    settings = {"eos_token_id": [2, 5, 6], "temperature": 0.5, "do_sample": False}
+    (source_path / GENERATION_CONFIG_NAME).write_text(json.dumps(settings))
+    make_learner(str(source_path), lora=lora).export_model(exported_path)
+    assert load_end_token_ids(exported_path) == [2, 5, 6]
+    exported_settings = json.loads((exported_path / GENERATION_CONFIG_NAME).read_text())
+    assert settings.items() <= {"do_sample": False, **exported_settings}.items()
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from ludus.proto.config import (
     CriticConfig,
@@ -277,6 +278,8 @@ class Learner:
                 lora.save_adapters(adapter_folder, weights, self._lora_config, self._model_path)
                 weights = AdapterMerger(base_weights, self._lora_config).merge(weights)
             _save_pretrained(language_model.config, tokenizer, weights, folder)
+            # Unlike save_pretrained, this accepts the sampling settings of every published model.
+            language_model.generation_config.to_json_file(folder / GENERATION_CONFIG_NAME)
             if value_head:
                 save_file(value_head, folder / _VALUE_HEAD_FILE)
             if critic is not None:
