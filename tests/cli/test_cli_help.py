@@ -17,6 +17,8 @@ COMMANDS = [
     ("eval",),
     ("report",),
     ("scale",),
+    ("model", "get"),
+    ("model", "convert"),
     ("env", "serve"),
     ("env", "list"),
     ("env", "check"),

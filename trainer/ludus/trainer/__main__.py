@@ -115,6 +115,12 @@ def _evaluate_models(args: argparse.Namespace) -> None:
     )
 
 
+def _convert(args: argparse.Namespace) -> None:
+    with pause_collection(), _exit_on_interrupt():
+        from ludus.trainer.setup.gguf import convert_gguf
+    convert_gguf(args.file, args.folder)
+
+
 def _import_commands(run: AnyRunConfig) -> ModuleType:
     """Import the module with the functions `train`, `check` and `evaluate` of the run's kind.
 
@@ -178,6 +184,10 @@ def _make_parser() -> argparse.ArgumentParser:
             metavar="A.B=VALUE",
             help="override of a field; repeatable",
         )
+    convert = commands.add_parser("convert", help="convert a GGUF file to a folder")
+    convert.add_argument("--file", type=parse_path, required=True, help="GGUF file")
+    convert.add_argument("--folder", type=parse_path, required=True, help="output folder")
+    convert.set_defaults(function=_convert)
     return parser
 
 

@@ -19,6 +19,7 @@ from ludus.services.cli import (
     eval_command,
     gateway_command,
     init_command,
+    model_commands,
     run_folder_commands,
     runs_commands,
     sft_command,
@@ -56,6 +57,7 @@ def declare_options(
 
 
 app.add_typer(env_commands.app, name="env")
+app.add_typer(model_commands.app, name="model")
 app.command("init")(init_command.init)
 app.command("train", cls=train_command.TrainCommand)(train_command.train)
 app.command("train-reward")(train_reward_command.train_reward)

@@ -1,0 +1,1 @@
+"""Models that `ludus model get` can fetch: their pinned sources, and the download."""
