@@ -18,7 +18,7 @@ from typing import Any
 
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import BufferLostError, LearnerLostError
-from ludus.proto.runs import EvalReport, MetricsRow, read_metrics
+from ludus.proto.runs import EvalReport, MetricsRow, Transcript, read_metrics
 from ludus.trainer.actors.buffer import BufferActor
 from ludus.trainer.core.interfaces import PublishedWeights
 from ludus.trainer.core.tasks import wait_for_first
@@ -266,6 +266,10 @@ class SimulatedWorkers:
         return RolloutGroup(group.index, spec.environment, group.rollouts)
 
 
+async def play_no_samples() -> list[Transcript]:
+    return []
+
+
 async def return_no_reports(num_games: int) -> dict[str, EvalReport]:
     """Return the reports of an evaluation without environments."""
     return {}
@@ -333,7 +337,7 @@ class SimulatedRun:
             learners=self.learner,
             workers=workers,
             buffer=buffer,
-            evaluator=SimpleNamespace(evaluate=self.evaluate),
+            evaluator=SimpleNamespace(evaluate=self.evaluate, play_samples=play_no_samples),
             tokenizer=None,
             canary=CANARY,
             servers={},

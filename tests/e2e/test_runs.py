@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ludus.proto.runs import read_samples
 from tests.e2e.runs import start_run, wait_until_gone
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -36,6 +37,9 @@ def test_interrupted_run_saves_a_checkpoint_ends_all_processes_and_resumes(
     assert (summary.num_steps, summary.num_learner_ranks) == (last_step + 3, 2)
     steps = [row.step for row in run.rows if row.kind == "train"]
     assert steps == list(range(1, last_step + 4)), "a step is missing or repeated"
+    samples = read_samples(run.folder)
+    assert [sample.step for sample in samples] == [0] * 8 + [last_step + 3] * 8
+    assert [sample.seed for sample in samples[:8]] == [sample.seed for sample in samples[8:]]
     num_games_trained = [row.num_games_trained for row in run.rows if row.kind == "train"]
     assert num_games_trained == sorted(set(num_games_trained))
     wait_until_gone(str(tmp_path))

@@ -13,7 +13,9 @@ from ludus.env.evaluation import EpisodeOutcome, summarize
 from ludus.env.types import JsonObject, StepResult, TaskSet
 from ludus.proto.config import EvalConfig, LocalEnvironment
 from ludus.proto.errors import EpisodesFailedError, SessionLostError
+from ludus.proto.runs import Transcript
 from ludus.trainer.driver.evaluation import Evaluator, list_eval_seeds, play_baselines
+from tests.report.synthetic_run import transcript
 from tests.report.test_evaluation import CoinClient, guess
 
 FIRST_SEED = 2**31
@@ -53,6 +55,19 @@ class FakeWorkers:
         if len(self.calls) <= self._num_calls_with_losses:
             outcomes[1:] = make_outcomes(seeds[1:], None)
         return outcomes
+
+
+class SamplingWorkers(FakeWorkers):
+    """Fake workers that play samples of blackjack, and fail to play samples of catch."""
+
+    async def play_samples(
+        self, environment: str, seeds: Sequence[int], temperature: float
+    ) -> list[Transcript]:
+        self.calls.append((environment, tuple(seeds), temperature))
+        if environment == "catch":
+            raise SessionLostError("no server")
+        sample = transcript(0, environment=environment)
+        return [sample.model_copy(update={"seed": seed}) for seed in seeds]
 
 
 def make_evaluator(workers: FakeWorkers) -> Evaluator:
@@ -215,3 +230,14 @@ async def test_failed_episodes_of_a_fixed_policy_are_excluded_from_the_gap() -> 
     final_report = (await evaluator.evaluate(8))["blackjack"]
     assert final_report.baselines["best"].num_void == 4
     assert final_report.gap_closed == pytest.approx(0.25)
+
+
+async def test_samples_are_the_first_evaluation_episodes_and_no_failure_stops_a_run() -> None:
+    workers = SamplingWorkers()
+    samples = await make_evaluator(workers).play_samples()
+    assert workers.calls == [
+        (name, tuple(range(FIRST_SEED, FIRST_SEED + 8)), 0.5) for name in ENVIRONMENTS
+    ]
+    assert [(sample.environment, sample.seed) for sample in samples] == [
+        ("blackjack", FIRST_SEED + index) for index in range(8)
+    ]

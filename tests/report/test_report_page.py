@@ -12,7 +12,7 @@ import pytest
 
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.proto.metrics import REWARD_TERM_PREFIX, TrainMetric
-from ludus.proto.runs import CHART_FILE, METRICS_FILE, SUMMARY_FILE, TRANSCRIPTS_FILE
+from ludus.proto.runs import CHART_FILE, METRICS_FILE, SAMPLES_FILE, SUMMARY_FILE, TRANSCRIPTS_FILE
 from ludus.services.numbers import format_compact
 from ludus.services.report import write_figure, write_report
 from ludus.services.report.policy_grid import count_agreements
@@ -391,6 +391,29 @@ def test_first_and_last_responses_are_shown(tmp_path: Path) -> None:
     root = parse(write_report(run_dir).read_text(encoding="utf-8"))
     shown_responses = [join_text(node) for node in find_all(root, "said")]
     assert shown_responses == [f"policy<b>{step}</b>" for step in (1, 2, 3, 18, 19, 20)]
+
+
+def test_same_episodes_before_and_after_training_are_shown_next_to_each_other(
+    tmp_path: Path,
+) -> None:
+    run_dir = build_run(tmp_path / "demo")
+    samples = [
+        transcript(step, answer=answer).model_copy(update={"seed": seed, "episode_return": result})
+        for step, seed, answer, result in (
+            (0, 5, "<b>STAND", -1.0),
+            (0, 6, "only before", -1.0),
+            (60, 5, "HIT in between", -1.0),
+            (120, 5, "HIT", 1.0),
+        )
+    ]
+    lines = "".join(sample.model_dump_json() + "\n" for sample in samples)
+    (run_dir / SAMPLES_FILE).write_text(lines, encoding="utf-8")
+    page = write_report(run_dir).read_text(encoding="utf-8")
+    [table] = find_all(parse(page), "answers")
+    cells = [" ".join(join_text(cell).split()) for cell in table.iter("td")]
+    assert cells == ["hard 15 vs 10", "<b>STAND", "−1", "HIT", "1"]
+    (run_dir / SAMPLES_FILE).unlink()
+    assert "Before and after" not in write_report(run_dir).read_text(encoding="utf-8")
 
 
 def test_failure_reason_is_below_the_episode(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ runs/<name>/
     chat_template.jinja  copy of model.chat_template, if it is set
     metrics.jsonl    one MetricsRow per line, in chronological order
     transcripts.jsonl  one Transcript per line: episodes that were trained on
+    samples.jsonl    one Transcript per line: the same held-back episodes before and after training
     summary.json     Summary, or SftSummary
     eval.json        Evaluation, written by `ludus eval`
     chart.json       PolicyChart, if an environment has a policy chart
@@ -32,6 +33,7 @@ CONFIG_FILE = "config.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 METRICS_FILE = "metrics.jsonl"
 TRANSCRIPTS_FILE = "transcripts.jsonl"
+SAMPLES_FILE = "samples.jsonl"
 SUMMARY_FILE = "summary.json"
 EVAL_FILE = "eval.json"
 CHART_FILE = "chart.json"
@@ -162,13 +164,13 @@ class TranscriptTurn(_Record):
 
 
 class Transcript(_Record):
-    """One line of transcripts.jsonl: an episode that was trained on.
+    """One line of transcripts.jsonl or samples.jsonl: an episode.
 
     Long texts are cut and marked. Turns beyond a limit are only counted.
     """
 
     step: int
-    """Training step that used the episode."""
+    """Training step that used the episode, or for samples.jsonl the last step before it."""
     environment: str
     """Name of the environment in the run."""
     group: int
@@ -380,6 +382,11 @@ def read_metrics(run_dir: Path) -> list[MetricsRow]:
 def read_transcripts(run_dir: Path) -> list[Transcript]:
     """Return the records of a run's transcripts.jsonl, without an incomplete last line."""
     return _read_lines(run_dir / TRANSCRIPTS_FILE, Transcript)
+
+
+def read_samples(run_dir: Path) -> list[Transcript]:
+    """Return the records of a run's samples.jsonl, without an incomplete last line."""
+    return _read_lines(run_dir / SAMPLES_FILE, Transcript)
 
 
 def _read_lines(path: Path, record_type: type[RecordT]) -> list[RecordT]:

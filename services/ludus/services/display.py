@@ -187,6 +187,11 @@ def describe_outcome(transcript: Transcript) -> str:
     return " · ".join(phrases)
 
 
+def format_return(transcript: Transcript) -> str:
+    """Return the sum of an episode's rewards, or "none"."""
+    return _format_optional(transcript.episode_return)
+
+
 def describe_consequence(turn: TranscriptTurn) -> str:
     """Return one line with a turn's action and reward, or '' if it had neither."""
     action = turn.action

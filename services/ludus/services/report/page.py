@@ -10,6 +10,7 @@ from ludus.proto.errors import ConfigError
 from ludus.proto.runs import REPORT_FILE, Transcript
 from ludus.services import display
 from ludus.services.report import curves, fine_tuning, headline
+from ludus.services.report.before_after import pair_samples
 from ludus.services.report.files import render_template, write_atomically
 from ludus.services.report.line_chart import Frame, LineChart, Scale, pad_range
 from ludus.services.report.policy_grid import count_agreements, make_legend_colors, split_panels
@@ -72,6 +73,7 @@ def _render_page(run: RunFiles) -> str:
             if (transcripts := _select_transcripts(run, name))
         },
         num_transcripts=NUM_TRANSCRIPTS,
+        sample_pairs=pair_samples(run.samples),
     )
 
 

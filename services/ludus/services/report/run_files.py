@@ -23,6 +23,7 @@ from ludus.proto.runs import (
     CHART_FILE,
     CONFIG_FILE,
     METRICS_FILE,
+    SAMPLES_FILE,
     SUMMARY_FILE,
     TRANSCRIPTS_FILE,
     MetricsRow,
@@ -32,6 +33,7 @@ from ludus.proto.runs import (
     Summary,
     Transcript,
     read_metrics,
+    read_samples,
     read_transcripts,
 )
 from ludus.services.display import format_policy_name
@@ -52,6 +54,8 @@ class RunFiles:
     chart: PolicyChart | None
     metrics: list[MetricsRow]
     transcripts: list[Transcript]
+    samples: list[Transcript]
+    """Evaluation episodes before and after training."""
     notices: list[str]
 
     @property
@@ -143,7 +147,10 @@ def load_run_files(run_dir: Path) -> RunFiles:
         chart = chart if chart and chart.cells else None
     metrics = read_file(METRICS_FILE, lambda: read_metrics(run_dir)) or []
     transcripts = read_file(TRANSCRIPTS_FILE, lambda: read_transcripts(run_dir)) or []
-    return RunFiles(run_dir, config, summary, sft_summary, chart, metrics, transcripts, notices)
+    samples = read_file(SAMPLES_FILE, lambda: read_samples(run_dir)) or []
+    return RunFiles(
+        run_dir, config, summary, sft_summary, chart, metrics, transcripts, samples, notices
+    )
 
 
 def _explain_missing_run(run_dir: Path, file_names: list[str]) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ludus.env.evaluation import EpisodeOutcome
+from ludus.proto.runs import Transcript
 from ludus.trainer.core.interfaces import PublishedWeights
 from ludus.trainer.core.types import (
     Coefficients,
@@ -107,6 +108,11 @@ class Workers(Protocol):
         self, environment: str, seeds: Sequence[int], temperature: float
     ) -> list[EpisodeOutcome]:
         """Play one episode per seed and return the outcomes in the order of the seeds."""
+
+    async def play_samples(
+        self, environment: str, seeds: Sequence[int], temperature: float
+    ) -> list[Transcript]:
+        """Play one evaluation episode per seed and return the transcripts; none if it fails."""
 
     async def complete(
         self, prompt_ids: Sequence[int], sampling: Sampling, seeds: Sequence[int]

@@ -24,12 +24,14 @@ with pause_collection():
     from ludus.env.evaluation import EpisodeOutcome
     from ludus.proto.config import LanguageModelRun, WeightStoreConfig
     from ludus.proto.errors import WeightSyncError
+    from ludus.proto.runs import Transcript
     from ludus.trainer.actors.weight_store import make_store
     from ludus.trainer.core.functions import Function, copy_registered_functions, register_functions
     from ludus.trainer.core.interfaces import PublishedWeights
     from ludus.trainer.core.tasks import CancellingTaskGroup
     from ludus.trainer.core.types import (
         GroupSpec,
+        Rollout,
         RolloutGroup,
         SampledCompletion,
         Sampling,
@@ -37,9 +39,9 @@ with pause_collection():
     )
     from ludus.trainer.models.chat import ChatTokenizer
     from ludus.trainer.rollout.engines.async_engine import AsyncEngine, make_engine
-    from ludus.trainer.rollout.group import GroupPlayer, make_outcome
+    from ludus.trainer.rollout.group import GroupPlayer, make_outcome, make_transcripts
     from ludus.trainer.rollout.rewards.reward_models import RewardModels
-    from ludus.trainer.rollout.runner import RunnerComponents, sampling_settings
+    from ludus.trainer.rollout.runner import PlayedEpisode, RunnerComponents, sampling_settings
     from ludus.trainer.rollout.transcript import count_transcripts
     from ludus.trainer.setup.environments import make_connect_options
     from ludus.trainer.setup.shared_folder import FolderToken
@@ -167,6 +169,20 @@ class RolloutWorkerActor:
         sampling = sampling_settings(self.components.run.rollout, temperature)
         rollouts = await self.components.players[environment].evaluate(seeds, sampling)
         return list(map(make_outcome, seeds, rollouts))
+
+    async def play_samples(
+        self, environment: str, seeds: Sequence[int], temperature: float
+    ) -> list[Transcript]:
+        """Play one evaluation episode for each seed and return the transcripts by seed."""
+        sampling = sampling_settings(self.components.run.rollout, temperature)
+        transcripts: dict[int, Transcript] = {}
+
+        def write(seed: int, rollout: Rollout, episode: PlayedEpisode) -> None:
+            for transcript in make_transcripts(0, [rollout], [episode]):
+                transcripts[seed] = transcript.model_copy(update={"seed": seed})
+
+        await self.components.players[environment].evaluate(seeds, sampling, write)
+        return [transcripts[seed] for seed in seeds if seed in transcripts]
 
     async def complete(
         self, prompt_ids: Sequence[int], sampling: Sampling, seeds: Sequence[int]

@@ -29,6 +29,7 @@ import ray
 
 from ludus.env.evaluation import EpisodeOutcome
 from ludus.proto.errors import WorkerStartError
+from ludus.proto.runs import Transcript
 from ludus.trainer.actors.buffer import RemoteBuffer
 from ludus.trainer.actors.cluster import POLL_INTERVAL_S, list_draining_nodes, wait_for_room
 from ludus.trainer.actors.placement import Placement
@@ -175,6 +176,21 @@ class RolloutWorkers(Workers):
             for worker_outcomes in await asyncio.gather(*calls):
                 outcomes |= {outcome.seed: outcome for outcome in worker_outcomes}
         return [outcomes[seed] for seed in seeds]
+
+    async def play_samples(
+        self, environment: str, seeds: Sequence[int], temperature: float
+    ) -> list[Transcript]:
+        await self._wait_until_ready()
+        worker = self.roster.ready_workers[0]
+        worker.num_evaluations += 1
+        try:
+            return await worker.actor.play_samples.remote(environment, list(seeds), temperature)
+        except LOST_ERRORS:
+            self.roster.remove(worker)
+            return []
+        finally:
+            worker.num_evaluations -= 1
+            self.roster.notify()
 
     async def complete(
         self, prompt_ids: Sequence[int], sampling: Sampling, seeds: Sequence[int]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,13 +19,16 @@ from ludus.env.evaluation import (
 )
 from ludus.env.types import TaskSet
 from ludus.proto.config import EnvironmentConfig, EvalConfig
-from ludus.proto.errors import EpisodesFailedError
-from ludus.proto.runs import EvalReport
+from ludus.proto.errors import EpisodesFailedError, LudusError
+from ludus.proto.runs import EvalReport, Transcript
 from ludus.trainer.actors.processes import Workers
 from ludus.trainer.core.tasks import TimeLimitError, wait_with_limit
 
 _log = logging.getLogger(__name__)
 
+_NUM_SAMPLES = 8
+"""Number of evaluation episodes per environment whose text is kept."""
+_SAMPLES_TIMEOUT_S = 300.0
 _MAX_ATTEMPTS = 3
 """Number of times that an episode is played if it is void each time."""
 
@@ -46,6 +50,24 @@ class Evaluator:
         return {
             name: await self._evaluate_environment(name, num_games) for name in self.environments
         }
+
+    async def play_samples(self) -> list[Transcript]:
+        """Play the first evaluation seeds; return the transcripts. A failure is only logged.
+
+        An evaluation plays the same episodes, but keeps only their results.
+        """
+        transcripts: list[Transcript] = []
+        seeds = list_eval_seeds(self.config, _NUM_SAMPLES)
+        for name in self.environments:
+            num_seeds = self.num_greedy_games.get(name) if self.config.temperature == 0 else None
+            try:
+                async with asyncio.timeout(_SAMPLES_TIMEOUT_S):
+                    transcripts += await self.workers.play_samples(
+                        name, seeds[:num_seeds], self.config.temperature
+                    )
+            except (LudusError, TimeoutError) as error:
+                _log.warning("no samples of '%s': %s", name, error or "they took too long")
+        return transcripts
 
     async def _evaluate_environment(self, environment: str, num_games: int) -> EvalReport:
         num_played = num_games

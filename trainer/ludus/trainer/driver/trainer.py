@@ -275,6 +275,7 @@ class Trainer:
         run, state, metrics, components = self.run, self._state, self._metrics, self.components
         metrics.log_phase(Phase.EVALUATE, state.step)
         reports = await components.evaluator.evaluate(run.eval.num_games)
+        metrics.log_samples(state.step, await components.evaluator.play_samples())
         summary = write_summary(
             run,
             self._storage,

@@ -17,6 +17,7 @@ from ludus.proto.config import LanguageModelRun, RecordedRun
 from ludus.proto.metrics import EvalMetric, TrainMetric
 from ludus.proto.runs import (
     METRICS_FILE,
+    SAMPLES_FILE,
     TRANSCRIPTS_FILE,
     EvalReport,
     MetricsRow,
@@ -129,6 +130,12 @@ class MetricsWriter:
         for transcript in numbered_transcripts:
             self._transcripts_file.write(transcript.model_dump_json() + "\n")
         return numbered_transcripts
+
+    def log_samples(self, step: int, transcripts: Iterable[Transcript]) -> None:
+        """Write the transcripts of evaluation episodes after `step` training steps."""
+        with (self._path / SAMPLES_FILE).open("a", encoding="utf-8") as file:
+            for transcript in transcripts:
+                file.write(transcript.model_copy(update={"step": step}).model_dump_json() + "\n")
 
     def log_evaluation(
         self, step: int, num_games_trained: int, environment: str, report: EvalReport

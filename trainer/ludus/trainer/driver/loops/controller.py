@@ -406,7 +406,7 @@ class Controller:
             return None
         await self._delivery.wait()  # all workers must use this step's weights
         metrics.log_phase(Phase.EVALUATE, state.step)
-        evaluation_task = asyncio.create_task(self.components.evaluator.evaluate(num_games))
+        evaluation_task = asyncio.create_task(self._evaluate(num_games))
         try:
             if not await self._wait_unless_overdue(evaluation_task):
                 return None
@@ -422,6 +422,13 @@ class Controller:
         metrics.log_phase(Phase.TRAIN, state.step)
         # The workers were not idle: they played the episodes of the evaluation.
         self.sampling.take_idle_s()
+        return reports
+
+    async def _evaluate(self, num_games: int) -> dict[str, EvalReport]:
+        evaluator, step = self.components.evaluator, self.state.step
+        reports = await evaluator.evaluate(num_games)
+        if step == 0:
+            self.components.metrics.log_samples(step, await evaluator.play_samples())
         return reports
 
     async def _save_after_failure(self) -> str:
