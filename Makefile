@@ -3,7 +3,10 @@ PYTHON ?= python3.11
 ACCELERATOR ?=
 GENERATOR ?= transformers
 TORCH_INDEX_URL ?=
-NAME ?= $(if $(filter vllm,$(GENERATOR)),demo-vllm,demo)
+MODEL ?=
+MODEL_FOLDER := .cache/models/$(MODEL)
+NAME ?= demo$(if $(MODEL),-$(MODEL))$(if $(filter vllm,$(GENERATOR)),-vllm)
+RUN_OPTIONS = --overwrite --set name=$(NAME) --set generator.kind=$(GENERATOR) $(if $(SEED),--set seed=$(SEED))
 VENV := .venv/bin
 # Test files are distributed over processes, slow files first (tests/conftest.py). Fast tests mostly
 # wait, so they may use more processes than cores; whole runs keep more than a core busy.
@@ -11,7 +14,7 @@ PYTEST := $(VENV)/python -m pytest --dist loadscope --no-loadscope-reorder --dur
 LOCAL_TESTS := not conformance and not chaos and not cluster and not attack
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo learn learn-examples learn-reward learn-language learn-forge learn-trl learn-agents learn-classic test test-long test-again test-fast test-pythons chart-test conformance chaos attack soak lint bench bench-env bench-train bench-classic dist dist-test docs proto images cluster-test clean
+.PHONY: help setup demo demo-model learn learn-examples learn-reward learn-language learn-forge learn-trl learn-agents learn-classic test test-long test-again test-fast test-pythons chart-test conformance chaos attack soak lint bench bench-env bench-train bench-classic dist dist-test docs proto images cluster-test clean
 
 help:       ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -19,8 +22,12 @@ help:       ## list the targets
 setup:      ## make .venv with locked versions (ACCELERATOR=cpu|cuda, PYTHON=, TORCH_INDEX_URL=)
 	@PYTHON=$(PYTHON) ACCELERATOR=$(ACCELERATOR) TORCH_INDEX_URL=$(TORCH_INDEX_URL) bash dev/setup.sh
 
-demo: setup ## train a language model at blackjack and evaluate it (GENERATOR=vllm, SEED=, ARGS=)
-	@$(VENV)/ludus train examples/blackjack/tiny.toml --overwrite --set name=$(NAME) --set generator.kind=$(GENERATOR) $(if $(SEED),--set seed=$(SEED)) $(ARGS)
+demo: setup ## train a language model at blackjack, or a real one at sums (MODEL=smollm2, GENERATOR=vllm, SEED=, ARGS=)
+	@$(if $(MODEL),$(MAKE) --no-print-directory demo-model,$(VENV)/ludus train examples/blackjack/tiny.toml $(RUN_OPTIONS) $(ARGS))
+
+demo-model: setup
+	@test -d $(MODEL_FOLDER) || $(VENV)/ludus model get $(MODEL) $(MODEL_FOLDER)
+	@$(VENV)/ludus train examples/math/$(MODEL).toml --set model.path=./$(MODEL_FOLDER) $(RUN_OPTIONS) $(ARGS)
 
 learn: setup ## train every example with three seeds and evaluate them (ARGS="--only catch")
 	@$(if $(ARGS),$(VENV)/python bench/learn.py $(ARGS),$(MAKE) --no-print-directory -k learn-examples learn-reward learn-language learn-forge learn-trl learn-agents learn-classic)
