@@ -346,3 +346,15 @@ def test_completion_scores_equal_the_log_probs_of_the_model(model_path: str) -> 
 def test_missing_model_raises_not_found_error(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="nowhere"):
         make_learner(str(tmp_path / "nowhere"))
+
+
+@pytest.mark.slow
+def test_rounding_error_is_far_below_the_effect_of_an_update(model_path: str) -> None:
+    learner = make_learner(model_path)
+    canary = [ScoringRequest([5, 9, 17, 33], [44, 12, 2]), ScoringRequest([5, 9], [7])]
+    logprobs = learner.score_completions(canary)
+    rounding_error = learner.measure_rounding(canary, logprobs)
+    assert 0 < rounding_error < 1e-5
+    assert learner.score_completions(canary) == logprobs, "the measurement changed the model"
+    learner.train_step(make_batch(), ENTROPY_BONUS)
+    assert learner.measure_rounding(canary, logprobs) > 100 * rounding_error

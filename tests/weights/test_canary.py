@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,31 @@ def test_float32_tolerance_does_not_grow() -> None:
     for _ in range(100):
         judge.check(report(0.9e-4, is_exact=True), worker=0)
     assert judge.compute_max_error(report(0.0, is_exact=True)) == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("rounding_error", "max_error"),
+    [(0.0, 1e-4), (1e-5, 1e-4), (3e-4, 12e-4), (1.0, 1e-2), (math.nan, 1e-4)],
+)
+def test_float32_tolerance_follows_the_rounding_error(
+    rounding_error: float, max_error: float
+) -> None:
+    exact = CanaryReport(8, "ab" * 16, 0.0, is_exact=True, rounding_error=rounding_error)
+    judge = CanaryJudge(CanaryConfig())
+    assert judge.compute_max_error(exact) == pytest.approx(max_error)
+    assert is_accepted(judge, replace(exact, error=0.9 * max_error))
+    assert not is_accepted(judge, replace(exact, error=1.1 * max_error))
+    fixed = CanaryJudge(CanaryConfig(tolerance=5e-5))
+    assert fixed.compute_max_error(exact) == 5e-5
+
+
+def test_rounding_error_of_the_manifest_reaches_the_judge() -> None:
+    state = {"w": torch.ones(2)}
+    manifest = make_manifest(8, state, [CANARY_PROMPT], [LOGPROBS], rounding_error=2e-4)
+    answer = shift_logprobs(5e-4, 0.0, 0.0)
+    canary_report = check_canary(manifest, [answer], CanaryConfig(), "float32")
+    assert is_accepted(CanaryJudge(CanaryConfig()), canary_report)
+    assert not is_accepted(CanaryJudge(CanaryConfig()), compare(answer))
 
 
 def test_bfloat16_compares_the_mean_error() -> None:

@@ -307,22 +307,23 @@ class LearnerConfig(Section):
 class CanaryConfig(Section):
     """Limits for the difference between a worker's and the learner's canary log-probs.
 
-    In float32, only `tolerance` is used. If the learner computes in reduced precision, or weights
-    are sent in reduced precision, correct log-probs differ too. Then floor, factor and window
-    define which differences are unusual.
+    In float32, `tolerance` is used, and correct log-probs differ by rounding only. If the learner
+    computes in reduced precision, or weights are sent in reduced precision, correct log-probs
+    differ more. Then floor, factor and window define which differences are unusual.
     """
 
     quantile: Annotated[float, Field(gt=0, le=1)] | None = None
     """Quantile of the differences of all tokens that is checked; 1 is the largest difference. null
     takes the largest in float32, and the mean in reduced precision."""
     tolerance: PositiveFloat | None = None
-    """Largest difference that passes, in nats. null takes 1e-4 in float32 and 0.5 in reduced
-    precision."""
+    """Largest difference that passes, in nats. null takes 0.5 in reduced precision. In float32,
+    null takes factor times the rounding error that the learner measures for its weights, but at
+    least 1e-4 and at most 0.01."""
     floor: NonNegativeFloat = 0.05
     """Largest difference that always passes in reduced precision, in nats."""
     factor: Annotated[float, Field(ge=1)] = 4.0
     """Largest ratio of a difference to the usual difference that passes in reduced precision, for
-    differences above floor."""
+    differences above floor. In float32, the ratio to the measured rounding error."""
     window: NonNegativeInt = 64
     """Number of newest passing differences, of all workers, whose median is the usual difference.
     0 turns the comparison with the usual difference off."""

@@ -110,10 +110,11 @@ class LearnerActor:
         """Publish the weights from rank 0; return None on the other ranks."""
         weights = self._learner.gather_weights()
         canary_logprobs = self._learner.score_completions(canary)
+        rounding_error = self._learner.measure_rounding(canary, canary_logprobs)
         if self._store is None:
             return None
         weights = cast_floats(weights, self._published_dtype)
-        manifest = make_manifest(version, weights, canary, canary_logprobs)
+        manifest = make_manifest(version, weights, canary, canary_logprobs, rounding_error)
         return self._store.publish(manifest, weights)
 
     def score_completions(self, requests: Sequence[ScoringRequest]) -> list[list[float]]:

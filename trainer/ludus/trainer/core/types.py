@@ -475,6 +475,8 @@ class WeightManifest:
     canary: tuple[ScoringRequest, ...]
     canary_logprobs: tuple[tuple[float, ...], ...]
     """Log-probs of each canary completion, as the learner computed them with these weights."""
+    rounding_error: float = 0.0
+    """Largest difference of these log-probs by rounding alone, in nats, as the learner measured."""
 
     @property
     def num_bytes(self) -> int:

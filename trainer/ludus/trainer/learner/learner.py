@@ -72,6 +72,7 @@ from ludus.trainer.learner.model import (
     prepare_model,
 )
 from ludus.trainer.learner.process_group import select_device
+from ludus.trainer.learner.rounding import change_rounding, compute_max_difference
 from ludus.trainer.learner.step_metrics import (
     StepMetrics,
     TrainingWork,
@@ -229,6 +230,13 @@ class Learner:
             scores += [row[mask].tolist() for row, mask in pairs]
         self.model.reshard()
         return scores
+
+    def measure_rounding(
+        self, requests: Sequence[ScoringRequest], logprobs: Sequence[Sequence[float]]
+    ) -> float:
+        """Return the largest difference of `logprobs`, the requests' scores, by rounding alone."""
+        with change_rounding(self._policy.language_model):
+            return compute_max_difference(self.score_completions(requests), logprobs)
 
     @torch.no_grad()
     def compute_mean_loss(self, batch: Batch) -> float:

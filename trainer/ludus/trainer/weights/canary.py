@@ -9,10 +9,11 @@ it published the weights.
                                                                               |
     driver:  CanaryJudge, which records the usual differences of the run <----+
 
-In float32, two correct implementations agree to 1e-4 in every token. In bfloat16, single tokens of
-correct implementations may differ by 0.3 nats and more (vLLM issue 18352, TRL issue 6789), so the
-mean is compared. The check fails for a large difference, and for one far above the usual
-difference.
+In float32, two correct implementations of a small model agree to 1e-4 in every token. Larger models
+differ more, in proportion to the rounding error that the learner measures. In bfloat16, single
+tokens of correct implementations may differ by 0.3 nats and more (vLLM issue 18352, TRL issue
+6789), so the mean is compared. The check fails for a large difference, and for one far above the
+usual difference.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from ludus.proto.errors import CanaryError
 from ludus.trainer.core.types import WeightManifest
 
 _EXACT_TOLERANCE = 1e-4
+_MAX_EXACT_TOLERANCE = 1e-2
+"""Largest default tolerance in float32, however large the model's rounding error is."""
 _REDUCED_TOLERANCE = 0.5
 _REDUCED_TYPES = frozenset({"bfloat16", "float16"})
 
@@ -43,6 +46,8 @@ class CanaryReport:
     log-prob is not finite."""
     is_exact: bool = True
     """True if all weights were computed and published in float32."""
+    rounding_error: float = 0.0
+    """Largest difference of the learner's own log-probs by rounding alone, in nats."""
 
 
 def check_canary(
@@ -60,7 +65,9 @@ def check_canary(
         errors += [abs(first - second) for first, second in zip(*prompt_logprobs, strict=True)]
     is_exact = _REDUCED_TYPES.isdisjoint({dtype, *(entry.dtype for entry in manifest.tensors)})
     error = _compute_statistic(sorted(errors), config.quantile, is_exact=is_exact)
-    return CanaryReport(manifest.version, manifest.content_hash, error, is_exact)
+    return CanaryReport(
+        manifest.version, manifest.content_hash, error, is_exact, manifest.rounding_error
+    )
 
 
 def _compute_statistic(errors: Sequence[float], quantile: float | None, *, is_exact: bool) -> float:
@@ -82,12 +89,18 @@ class CanaryJudge:
 
     def compute_max_error(self, report: CanaryReport) -> float:
         """Return the largest error with which the report passes."""
-        default_tolerance = _EXACT_TOLERANCE if report.is_exact else _REDUCED_TOLERANCE
-        tolerance = self._config.tolerance or default_tolerance
+        tolerance = self._config.tolerance or self._choose_tolerance(report)
         if report.is_exact or not self._usual_errors:
             return tolerance
         max_usual_error = self._config.factor * median(self._usual_errors)
         return min(tolerance, max(self._config.floor, max_usual_error))
+
+    def _choose_tolerance(self, report: CanaryReport) -> float:
+        """Return the tolerance of a report if none is configured."""
+        if not report.is_exact:
+            return _REDUCED_TOLERANCE
+        max_rounding_error = self._config.factor * report.rounding_error
+        return max(_EXACT_TOLERANCE, min(max_rounding_error, _MAX_EXACT_TOLERANCE))
 
     def check(self, report: CanaryReport, worker: int) -> None:
         """Check and record the report of a worker.

@@ -92,11 +92,13 @@ def make_manifest(
     state: StateDict,
     canary: Sequence[ScoringRequest],
     canary_logprobs: Sequence[Sequence[float]],
+    rounding_error: float = 0.0,
 ) -> WeightManifest:
     """Return the manifest of `state` as version `version`."""
     entries = tuple(_make_entry(name, tensor) for name, tensor in sorted(state.items()))
     logprobs = tuple(map(tuple, canary_logprobs))
-    return WeightManifest(version, entries, _hash_content(entries), tuple(canary), logprobs)
+    content_hash = _hash_content(entries)
+    return WeightManifest(version, entries, content_hash, tuple(canary), logprobs, rounding_error)
 
 
 def verify_tensors(

@@ -97,7 +97,8 @@ class RLTrainer(ForgeActor):
         """Publish the policy for the Generators of this process."""
         state = self.learner.gather_weights()
         logprobs = self.learner.score_completions(_CANARY_REQUESTS)
-        manifest = make_manifest(policy_version, state, _CANARY_REQUESTS, logprobs)
+        rounding_error = self.learner.measure_rounding(_CANARY_REQUESTS, logprobs)
+        manifest = make_manifest(policy_version, state, _CANARY_REQUESTS, logprobs, rounding_error)
         get_weight_exchange().push(manifest, state)
 
     async def shutdown(self) -> None:
