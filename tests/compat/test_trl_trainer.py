@@ -141,6 +141,11 @@ def test_invalid_arguments_are_refused_before_the_start(
         make_trainer(tmp_path, **fields)
 
 
+def test_reward_function_of_another_environment_may_return_none(tmp_path: Path) -> None:
+    run = make_trainer(tmp_path, reward_funcs=[score_answer, score_answer]).run
+    assert [term.optional for term in run.environment.rewards] == [True, True]
+
+
 def test_functions_with_the_same_name_get_distinct_names(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, reward_funcs=[score_answer, score_answer, score_answer])
     names = [term.name for term in trainer.run.environment.rewards]
