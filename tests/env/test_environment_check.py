@@ -19,7 +19,7 @@ def test_correct_environment_passes_every_check(factory) -> None:
     report = check_environment(factory)
     report.raise_if_failed()
     assert report.has_passed
-    assert len(report.checks) == 20
+    assert len(report.checks) == 21
 
 
 class SeedIgnoringEnv(CountingEnv):

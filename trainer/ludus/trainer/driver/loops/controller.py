@@ -394,10 +394,7 @@ class Controller:
                     await asyncio.to_thread(server.restart)
 
     async def _evaluate_if_due(self) -> dict[str, EvalReport] | None:
-        """Evaluate the policy during training; return None if no evaluation is due, or on a stop.
-
-        A resumed run makes up for an evaluation that a stop prevented.
-        """
+        """Evaluate the policy if that is due or was prevented by a stop; else return None."""
         state, metrics = self.state, self.components.metrics
         num_games = self.components.run.eval.num_games_during
         if num_games == 0:
