@@ -42,6 +42,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_configure() -> None:
     import grpc  # reads its variables when it is imported
+    import setuptools  # noqa: F401  # vLLM imports it, which fails after some other modules
 
     # Without this reference, gRPC shuts down when its last object is deleted, and waits forever for
     # calls whose event loop is closed. Garbage collection of a server that a test left running
