@@ -223,7 +223,7 @@ def test_endpoint_calls_tools(ludus: RunCli, files: Path, server: OpenAiServer) 
         (("--model", "./none"), ["--model './none' does not exist"]),
         (("--model", "none/none"), ["--model 'none/none': there is no such folder"]),
         (("--model", "empty"), ["--model 'empty' is no model, because it has no config.json"]),
-        (("--model", "no_weights"), ["--model 'no_weights' has a config.json and no weights"]),
+        (("--model", "no_weights"), ["--model 'no_weights': it has a config.json and no weights"]),
         (("--model", "no_template"), ["--model 'no_template'", "has no chat template"]),
         (("--model", "m.gguf"), ["--model 'm.gguf' is a GGUF file", "--endpoint"]),
         (("--model", "a", "--env", "none_env"), ["none_env"]),

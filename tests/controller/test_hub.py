@@ -6,6 +6,7 @@ import shutil
 import socket
 import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,54 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SilentHub]:
     load.is_hub_reachable.cache_clear()
     yield silent_hub
     silent_hub.close()
+    load.is_hub_reachable.cache_clear()
+
+
+class RefusingHandler(BaseHTTPRequestHandler):
+    """A hub server that refuses every model with the error code in the model's id."""
+
+    def do_HEAD(self) -> None:
+        self._refuse()
+
+    def do_GET(self) -> None:
+        self._refuse()
+
+    def _refuse(self) -> None:
+        self.send_response(200 if self.path == "/" else 401)
+        self.send_header("X-Error-Code", self.path.split("/")[2] if self.path != "/" else "")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *args: object) -> None:
+        """Print nothing."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("GatedRepo", "the model is gated; accept its license at http.*/GatedRepo, and set"),
+        ("RepoNotFound", "has no such model, and there is no such folder; correct the id, or if"),
+    ],
+)
+def test_refusal_of_the_hub_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, message: str
+) -> None:
+    monkeypatch.setattr(load.hub, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), RefusingHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_address[1]}"
+        monkeypatch.setattr(load.hub, "ENDPOINT", address)
+        monkeypatch.setattr(
+            load.hub,
+            "HUGGINGFACE_CO_URL_TEMPLATE",
+            address + "/{repo_id}/resolve/{revision}/{filename}",
+        )
+        load.is_hub_reachable.cache_clear()
+        for load_model in (check_model_path, load.load_tokenizer, load.load_language_model):
+            with pytest.raises(NotFoundError, match=rf"'org/{code}': .*{message}"):
+                load_model(f"org/{code}")
+        server.shutdown()
     load.is_hub_reachable.cache_clear()
 
 

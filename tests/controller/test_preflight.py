@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -134,3 +135,70 @@ def test_tokenizer_with_more_tokens_than_the_model_is_reported(tmp_path: Path) -
     overrides = (f'model={{"kind": "pretrained", "path": "{tmp_path / "model"}"}}',)
     with pytest.raises(UserError, match=r"model\.path.*the tokenizer has \d+ tokens, but"):
         check_run(tmp_path, *overrides)
+
+
+def cut_file(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def name_missing_shard(folder: Path) -> None:
+    index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "file": (
+        lambda folder: (shutil.rmtree(folder), folder.touch()),
+        r"this is a file; expected a folder with config\.json",
+    ),
+    "no model": (
+        lambda folder: (shutil.rmtree(folder), folder.mkdir()),
+        r"there is no model; expected a folder with config\.json",
+    ),
+    "gguf": (
+        lambda folder: (shutil.rmtree(folder), folder.mkdir(), (folder / "a.gguf").touch()),
+        r"is a GGUF file, .*`ludus model convert .*a\.gguf FOLDER`",
+    ),
+    "no weights": (
+        lambda folder: (folder / "model.safetensors").unlink(),
+        r"has a config\.json and no weights; copy the whole folder",
+    ),
+    "cut weights": (
+        lambda folder: cut_file(folder / "model.safetensors"),
+        r"model\.safetensors is incomplete or damaged",
+    ),
+    "missing shard": (name_missing_shard, r"model-00001-of-00002\.safetensors, which .* lists"),
+    "cut tokenizer": (lambda folder: cut_file(folder / "tokenizer.json"), "cannot be loaded"),
+    "no chat template": (
+        lambda folder: (folder / "chat_template.jinja").unlink(),
+        r"has no chat template; set model\.chat_template",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a tiny model."""
+    folder = tmp_path_factory.mktemp("models") / "model"
+    tokenizer = make_tokenizer(["hit stand"], 320)
+    save(
+        make_model(TinyModel(num_layers=1, width=64, num_heads=2), tokenizer, 0), tokenizer, folder
+    )
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("breakage", BREAKAGES)
+def test_broken_model_folder_is_reported_before_the_run(
+    tmp_path: Path, tiny_folder: Path, breakage: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder, folder)
+    overrides = (f'model={{"kind": "pretrained", "path": "{folder}"}}',)
+    check_run(tmp_path / "runs", *overrides)
+    break_folder, message = BREAKAGES[breakage]
+    break_folder(folder)
+    with pytest.raises(UserError, match=message) as error:
+        check_run(tmp_path / "runs", *overrides)
+    assert str(folder) in str(error.value)
+    assert not (tmp_path / "runs").exists()

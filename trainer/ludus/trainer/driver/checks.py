@@ -45,10 +45,10 @@ from ludus.proto.config import (
     VllmGenerator,
 )
 from ludus.proto.config.environment import make_reward_term_name
-from ludus.proto.errors import ConfigError, NotFoundError
+from ludus.proto.errors import ConfigError
 from ludus.proto.paths import parse_path
 from ludus.proto.run_lock import is_in_use
-from ludus.proto.runs import METRICS_FILE, Resume
+from ludus.proto.runs import CHAT_TEMPLATE_FILE, METRICS_FILE, Resume
 from ludus.trainer.actors.placement import Roles, place_on_one_machine
 from ludus.trainer.actors.ray_address import check_cluster, is_local
 from ludus.trainer.actors.weight_store import check_reachable, resolve_location
@@ -70,6 +70,7 @@ from ludus.trainer.run.lifecycle import find_start, make_run_id
 from ludus.trainer.setup.chat_template import check_chat_template
 from ludus.trainer.setup.environments import ConnectedEnvironment, load_fixed_policies
 from ludus.trainer.setup.first_prompts import MAX_FIRST_SEEDS, fetch_first_opening
+from ludus.trainer.setup.model_files import find_model
 
 _log = logging.getLogger(__name__)
 
@@ -291,13 +292,22 @@ def check_models(run: LanguageModelRun) -> None:
         check_model_path(run.model.path)
         check_num_tokens(run.model.path)
         check_chat_template(run)
+        _check_tokenizer(run, run.model)
     check_critic(run)
     check_reward_models(run)
 
 
+def _check_tokenizer(run: LanguageModelRun, model: PretrainedModel) -> None:
+    """Check that the tokenizer has a chat template that Ludus understands."""
+    template_copy = run.folder / CHAT_TEMPLATE_FILE
+    if model.chat_template is not None and template_copy.is_file():
+        model = model.model_copy(update={"chat_template": str(template_copy)})
+    ChatTokenizer.load(model.path, model)
+
+
 def check_model_path(path: str) -> None:
     """Check that there is a language model at a path."""
-    load.load_config(_find_model(path, "model.path"))
+    load.load_config(find_model(path, "model.path"))
 
 
 def check_num_tokens(path: str) -> None:
@@ -307,7 +317,7 @@ def check_num_tokens(path: str) -> None:
         NotFoundError: there is no tokenizer.
         ConfigError: the tokenizer has more tokens.
     """
-    model_path = _find_model(path, "model.path")
+    model_path = find_model(path, "model.path")
     num_embeddings: int = load.load_config(model_path).get_text_config().vocab_size
     num_tokens = max(load.load_tokenizer(model_path).get_vocab().values()) + 1
     if num_tokens > num_embeddings:
@@ -325,7 +335,7 @@ def check_reward_models(run: LanguageModelRun) -> None:
         terms = [term for term in environment.rewards if isinstance(term, RewardModelTerm)]
         for path in {term.path for term in terms}:
             hint = "; `ludus train-reward` writes such a folder"
-            load.check_reward_model(_find_model(path, field, hint), field)
+            load.check_reward_model(find_model(path, field, hint), field)
 
 
 def check_critic(run: LanguageModelRun) -> None:
@@ -337,7 +347,7 @@ def check_critic(run: LanguageModelRun) -> None:
     if not isinstance(critic, ModelCritic) or critic.path is None:
         return
     hint = "; omit path to start from a copy of the policy"
-    critic_path = _find_model(critic.path, "algorithm.critic.path", hint)
+    critic_path = find_model(critic.path, "algorithm.critic.path", hint)
     if isinstance(run.model, PretrainedModel):
         check_same_tokens(critic_path, run.model.path)
 
@@ -441,19 +451,6 @@ async def _find_failure(setting: str, address: ServerAddress) -> str | None:
         else:
             writer.close()
             return None
-
-
-def _find_model(path: str, field: str, hint: str = "") -> str:
-    """Return the expanded path of a folder with a model, or a Hugging Face id unchanged."""
-    if not load.is_folder_path(path):
-        return path
-    folder = parse_path(path)
-    if not (folder / load.MODEL_CONFIG_FILE).is_file():
-        raise NotFoundError(
-            f"{field} = '{path}': there is no model; expected a folder with config.json, or a "
-            f"Hugging Face id like 'Qwen/Qwen3-1.7B'{hint}"
-        )
-    return str(folder)
 
 
 def _resolve_environment(config: EnvironmentConfig) -> EnvironmentConfig:

@@ -33,11 +33,10 @@ from ludus.trainer.rollout.rewards.reward_models import RewardModels
 from ludus.trainer.rollout.runner import RunnerComponents, episode_limits
 from ludus.trainer.run.checkpoint import MODEL_FOLDER, find_checkpoint
 from ludus.trainer.setup.environments import ConnectedEnvironment
+from ludus.trainer.setup.model_files import find_gguf, find_weight_problem
 
 _FIELD = "--model"
-_GGUF_SUFFIX = ".gguf"
 _FOLDER_HINT = "name a folder that save_pretrained wrote, or a Hugging Face id"
-_WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 _MIN_WIDTH_FOR_THREADS = 256
 """Width of a model above which several threads are faster than one."""
 
@@ -158,10 +157,11 @@ def _find_path(name: str) -> str:
     The folder of a run stands for the model of its latest checkpoint.
     """
     folder = Path(name).expanduser()
-    if name.lower().endswith(_GGUF_SUFFIX) or _find_gguf(folder) is not None:
+    gguf_file = find_gguf(folder)
+    if gguf_file is not None:
         raise ConfigError(
-            f"{_FIELD} '{name}' is a GGUF file, which cannot be evaluated here; use the "
-            "Hugging Face model that it was made from, or serve the file with llama.cpp and use "
+            f"{_FIELD} '{name}' is a GGUF file, which cannot be evaluated here; convert it with "
+            f"`ludus model convert {gguf_file} FOLDER`, or serve the file with llama.cpp and use "
             "--endpoint"
         )
     if not folder.is_dir():
@@ -176,19 +176,12 @@ def _find_path(name: str) -> str:
             f"{_FIELD} '{name}' is no model, because it has no {load.MODEL_CONFIG_FILE}; "
             f"{_FOLDER_HINT}"
         )
-    if not any(any(folder.glob(pattern)) for pattern in _WEIGHT_PATTERNS):
+    weight_problem = find_weight_problem(folder)
+    if weight_problem is not None:
         raise NotFoundError(
-            f"{_FIELD} '{name}' has a {load.MODEL_CONFIG_FILE} and no weights; copy the whole "
-            "folder that save_pretrained wrote"
+            f"{_FIELD} '{name}': {weight_problem}; copy the whole folder that save_pretrained wrote"
         )
     return str(folder.resolve())
-
-
-def _find_gguf(folder: Path) -> Path | None:
-    """Return the GGUF file in a folder without another model, or None."""
-    if not folder.is_dir() or (folder / load.MODEL_CONFIG_FILE).is_file():
-        return None
-    return next(folder.glob(f"*{_GGUF_SUFFIX}"), None)
 
 
 def _get_pretrained(run: LanguageModelRun) -> PretrainedModel:

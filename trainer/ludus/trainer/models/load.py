@@ -21,6 +21,7 @@ from urllib.request import Request, urlopen
 import torch
 import transformers
 from huggingface_hub import constants as hub
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
@@ -241,6 +242,22 @@ def is_hub_reachable(minute: int) -> bool:
         return is_reachable
 
 
+def _explain_refusal(path: str | Path, error: BaseException) -> str | None:
+    """Return the message for a model that Hugging Face refuses to send; None for other errors."""
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        causes.append(cause)
+    login = "set HF_TOKEN to your token, or log in with `hf auth login`"
+    if any(isinstance(cause, GatedRepoError) for cause in causes):
+        return f"the model is gated; accept its license at {hub.ENDPOINT}/{path}, and {login}"
+    if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
+        return (
+            f"Hugging Face ({hub.ENDPOINT}) has no such model, and there is no such folder; "
+            f"correct the id, or if the model is private, {login}"
+        )
+    return None
+
+
 def _is_single_label_classifier(config: PretrainedConfig) -> bool:
     return config.num_labels == 1 and any(
         name.endswith(_CLASSIFIER_SUFFIX) for name in config.architectures or []
@@ -275,6 +292,9 @@ def _shorten_errors(path: str | Path, field: str = "model.path") -> Iterator[boo
                 f"'{hub.HF_HUB_CACHE}' does not contain the whole model; check the network, set "
                 "HF_ENDPOINT to a mirror, or use a folder"
             ) from error
+        remedy = _explain_refusal(path, error)
+        if remedy is not None:
+            raise NotFoundError(f"{field} = '{path}': {remedy}") from error
         reason = str(error).strip().splitlines()[0]
         raise NotFoundError(
             f"{field} = '{path}': the model cannot be loaded ({reason}); use a folder that "
