@@ -14,7 +14,7 @@ PYTEST := $(VENV)/python -m pytest --dist loadscope --no-loadscope-reorder --dur
 LOCAL_TESTS := not conformance and not chaos and not cluster and not attack
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-model learn learn-examples learn-reward learn-language learn-forge learn-trl learn-agents learn-classic test test-long test-again test-fast test-pythons chart-test conformance chaos attack soak lint bench bench-env bench-train bench-classic dist dist-test docs proto images cluster-test clean
+.PHONY: help setup demo demo-model learn learn-examples learn-reward learn-language learn-real learn-forge learn-trl learn-agents learn-classic test test-long test-again test-fast test-pythons chart-test conformance chaos attack soak lint bench bench-env bench-train bench-classic dist dist-test docs proto images cluster-test clean
 
 help:       ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -40,6 +40,9 @@ learn-reward: setup ## learning proof of the reward model (ARGS="--only preferen
 
 learn-language: setup ## learning proofs of chains of thought, summaries and RLHF (ARGS="--only cot")
 	@$(VENV)/python bench/learn_language.py $(ARGS)
+
+learn-real: setup ## learning proofs of a real language model, for hours (ARGS="--only sums --seeds 0")
+	@$(VENV)/python bench/learn_real.py $(ARGS)
 
 learn-forge: setup ## learning proof of the Forge tutorial, with a control (ARGS="--only control")
 	@$(VENV)/python bench/forge.py $(ARGS)
