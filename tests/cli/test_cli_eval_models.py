@@ -157,6 +157,16 @@ def test_temperature_0_is_repeatable_and_plays_each_task_once(ludus: RunCli, fil
     assert "5 of 9 episodes were played, one for each task" in out
 
 
+def test_invalid_answers_cost_what_they_cost_in_training(ludus: RunCli, files: Path) -> None:
+    game = ("--env", "openspiel_env", "--option", "game=kuhn_poker", "--episodes", "4")
+    result, _ = evaluate(ludus, "--model", "a", "--baseline", "random", *game)
+    # Returns are from -2 to 2, so an invalid answer costs -2 - 4.
+    episodes = [episode for episode in result.episodes if episode.policy == "a"]
+    assert {(episode.status, episode.episode_return) for episode in episodes} == {
+        ("invalid_action", -6.0)
+    }
+
+
 def test_prompts_beyond_the_context_are_counted_as_truncated(ludus: RunCli, files: Path) -> None:
     rows = [{"prompt": "1 + 1 = ?" * count, "answer": "2"} for count in (1, 9)]
     (files / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -14,7 +14,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TextIO
@@ -42,6 +42,7 @@ from ludus.trainer.driver.evaluated_models import (
     open_model,
 )
 from ludus.trainer.driver.evaluation import list_eval_seeds, play_until_valid
+from ludus.trainer.driver.invalid_actions import resolve_invalid_action_rewards
 from ludus.trainer.rollout.endpoint_policy import Endpoint
 from ludus.trainer.rollout.rewards.scoring import PlayedEpisode
 from ludus.trainer.rollout.runner import episode_limits, sampling_settings
@@ -125,6 +126,7 @@ async def _play_all(
                 environment = next(iter(environments.values()))
                 await _check_text(environment)
                 policies = _find_policies(environment, request.baselines)
+                models = _resolve_rewards(models, environments)
                 seeds = _list_seeds(run, environment)
                 rows.write(
                     EvaluationRow(plan=_make_plan(run, environment, models, policies, seeds))
@@ -132,6 +134,16 @@ async def _play_all(
                 await _play_policies(run, environment, policies, seeds, rows)
                 for model in models:
                     await _play_model(model, environment, endpoint, seeds, rows)
+
+
+def _resolve_rewards(
+    models: Sequence[EvaluatedModel], environments: Mapping[str, ConnectedEnvironment]
+) -> list[EvaluatedModel]:
+    """Return the models with the reward of an invalid action that training would use."""
+    ranges = {name: item.description.return_range for name, item in environments.items()}
+    return [
+        replace(model, run=resolve_invalid_action_rewards(model.run, ranges)) for model in models
+    ]
 
 
 @asynccontextmanager
