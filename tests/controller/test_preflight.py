@@ -159,6 +159,10 @@ BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (shutil.rmtree(folder), folder.mkdir(), (folder / "a.gguf").touch()),
         r"is a GGUF file, .*`ludus model convert .*a\.gguf FOLDER`",
     ),
+    "no tokenizer": (
+        lambda folder: [path.unlink() for path in folder.glob("*token*")],
+        r"there is no tokenizer; copy its files into the folder",
+    ),
     "no weights": (
         lambda folder: (folder / "model.safetensors").unlink(),
         r"has a config\.json and no weights; copy the whole folder",

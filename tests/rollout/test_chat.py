@@ -81,6 +81,12 @@ def test_template_without_assistant_messages_is_rejected(
         ChatTokenizer(tokenizer)
 
 
+def test_template_that_cannot_be_parsed_is_rejected(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = "{% for message in messages %}\n{{ message.content "
+    with pytest.raises(ConfigError, match="cannot be parsed: line 2: unexpected end of template"):
+        ChatTokenizer(tokenizer)
+
+
 def test_tokenizer_without_chat_template_is_rejected(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:

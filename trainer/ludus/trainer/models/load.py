@@ -35,6 +35,8 @@ _log = logging.getLogger(__name__)
 
 MODEL_CONFIG_FILE = "config.json"
 HUB_TIMEOUT_S = 5.0
+_TOKENIZER_FILES = ("*token*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
+"""Names of which every tokenizer has at least one."""
 _CLASSIFIER_SUFFIX = "ForSequenceClassification"
 _FAST_TOKENIZER_CLASS = "TokenizersBackend"
 """Class name that transformers saves for a tokenizer whose tokenizer.json is complete."""
@@ -156,6 +158,11 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         NotFoundError: there is no tokenizer.
     """
     config_file = Path(path) / "tokenizer_config.json"
+    if Path(path).is_dir() and not any(any(Path(path).glob(name)) for name in _TOKENIZER_FILES):
+        raise NotFoundError(
+            f"model.path = '{path}': there is no tokenizer; copy its files into the folder, such "
+            "as tokenizer.json and tokenizer_config.json"
+        )
     with _shorten_errors(path) as is_local:
         settings = json.loads(config_file.read_text("utf-8")) if config_file.is_file() else {}
         is_fast = settings.get("tokenizer_class") == _FAST_TOKENIZER_CLASS

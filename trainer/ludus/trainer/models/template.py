@@ -21,7 +21,7 @@ from functools import cached_property, lru_cache, partial
 from itertools import product, takewhile
 from typing import TYPE_CHECKING, Any
 
-from jinja2.exceptions import TemplateError, TemplateRuntimeError
+from jinja2.exceptions import TemplateError, TemplateRuntimeError, TemplateSyntaxError
 
 from ludus.env import Message
 from ludus.proto.errors import ConfigError
@@ -455,6 +455,7 @@ class ChatTemplate:
 
         Raises:
             TemplateError: the template refuses the messages, or fails.
+            ConfigError: the template cannot be parsed.
         """
         try:
             text = self._tokenizer.apply_chat_template(
@@ -465,6 +466,11 @@ class ChatTemplate:
                 add_generation_prompt=is_prompt,
                 enable_thinking=self._enable_thinking,
             )
+        except TemplateSyntaxError as error:
+            raise self._make_refusal(
+                f"cannot be parsed: line {error.lineno}: {error.message}",
+                "correct it, or set model.chat_template to the file of another template",
+            ) from error
         except TemplateError:
             raise
         except Exception as error:  # A template may fail with any of Python's errors.
