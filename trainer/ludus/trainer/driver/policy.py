@@ -46,6 +46,8 @@ class Policy:
     ) -> list[str]:
         """Return `num` completions of a user message or of a conversation.
 
+        rollout.constrain has no effect, because the prompt belongs to no episode.
+
         Args:
             temperature: sampling temperature; 0 selects the most likely token. Default: that of
                 the rollouts.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 
 from ludus.env import PolicyChartPrompt
@@ -20,21 +21,28 @@ ScoreFunction = Callable[[Sequence[ScoringRequest]], Awaitable[list[list[float]]
 async def make_policy_chart(
     run: LanguageModelRun, tokenizer: ChatTokenizer, score: ScoreFunction
 ) -> PolicyChart | None:
-    """Return the chart of the first environment that defines chart prompts; None without one."""
+    """Return the chart of the first environment that defines chart prompts; None without one.
+
+    The probabilities are those of sampling any of the answers, restricted as in the run.
+    """
     chart_prompts = load_chart_prompts(run)
     if chart_prompts is None:
         return None
     name, prompts = chart_prompts
     answers = tuple(prompts[0].answers)
-    answer_ids = [tokenizer.encode_completion(answer) for answer in answers]
+    is_restricted = run.rollout.constrain == "legal_answers"
+    answer_ids = [
+        tokenizer.encode_completion(answer, add_prefix=is_restricted) for answer in answers
+    ]
     requests = []
     for prompt in prompts:
         prompt_ids = tokenizer.encode_first_prompt(prompt.messages)
         requests += [ScoringRequest(prompt_ids, completion_ids) for completion_ids in answer_ids]
-    scores = iter([sum(token_logprobs) for token_logprobs in await score(requests)])
+    scores = iter(await score(requests))
     cells = []
     for prompt in prompts:
-        logprobs = [next(scores) for _ in answers]
+        rows = [next(scores) for _ in answers]
+        logprobs = restrict_logprobs(answer_ids, rows) if is_restricted else list(map(sum, rows))
         weights = [math.exp(logprob - max(logprobs)) for logprob in logprobs]
         cells.append(
             ChartCell(
@@ -46,6 +54,29 @@ async def make_policy_chart(
             )
         )
     return PolicyChart(environment=name, answers=answers, cells=tuple(cells))
+
+
+def restrict_logprobs(
+    answer_ids: Sequence[Sequence[int]], rows: Sequence[Sequence[float]]
+) -> list[float]:
+    """Return the log-prob of each answer if only the tokens of the answers can be sampled.
+
+    Args:
+        answer_ids: tokens of each answer.
+        rows: log-probs of these tokens without the restriction.
+    """
+    logprobs: defaultdict[tuple[int, ...], dict[int, float]] = defaultdict(dict)
+    for token_ids, row in zip(answer_ids, rows, strict=True):
+        for position, (token_id, logprob) in enumerate(zip(token_ids, row, strict=True)):
+            logprobs[tuple(token_ids[:position])][token_id] = logprob
+    norms = {
+        prefix: math.log(sum(map(math.exp, next_tokens.values())))
+        for prefix, next_tokens in logprobs.items()
+    }
+    return [
+        sum(row) - sum(norms[tuple(token_ids[:position])] for position in range(len(token_ids)))
+        for token_ids, row in zip(answer_ids, rows, strict=True)
+    ]
 
 
 def load_chart_prompts(run: LanguageModelRun) -> tuple[str, Sequence[PolicyChartPrompt]] | None:
