@@ -211,12 +211,16 @@ _HEALTH = Row(
         Panel(
             "Groups without learning signal",
             "Shares of the played groups. Zero variance: all rewards of the group were equal. "
+            "Replaced, kept: zero-variance groups for which others were played, or which were "
+            "trained on because a step may play only algorithm.max_group_batches times its groups. "
             "Void: fewer than two episodes had a reward. Stale: the group was too old for its "
             "batch.",
             tuple(
                 Query(share(metric, TrainMetric.NUM_GROUPS, PLAYED), f"{{{{environment}}}}: {kind}")
                 for kind, metric in (
                     ("zero variance", TrainMetric.NUM_ZERO_VARIANCE_GROUPS),
+                    ("replaced", TrainMetric.NUM_GROUPS_REPLACED),
+                    ("kept", TrainMetric.NUM_GROUPS_KEPT),
                     ("void", TrainMetric.NUM_GROUPS_VOID),
                     ("stale", TrainMetric.NUM_GROUPS_STALE),
                 )
