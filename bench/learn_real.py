@@ -64,7 +64,7 @@ class Row:
     shares: dict[str, Share]
     """Shares by the name of the model, such as "before" and "after"."""
     targets: dict[str, bool]
-    """Whether each target is reached."""
+    """Verdict on each target."""
     num_episodes: int
     """Number of episodes of each model."""
     training_s: float
@@ -77,7 +77,7 @@ class Row:
 
     @property
     def passed(self) -> bool:
-        """Whether all targets are reached."""
+        """True if all targets are reached."""
         return not self.error and all(self.targets.values())
 
 

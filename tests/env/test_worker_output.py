@@ -79,7 +79,7 @@ async def test_output_of_a_worker_is_bounded(
     assert len(err) < MAX_WORKER_BYTES + 1000
     num_dropped = sum(map(int, re.findall(r"(\d+) bytes of output were dropped", err)))
     num_written = err.count("x") + len(re.findall(r"x$", err, re.MULTILINE))
-    # A line that the bound cuts off gets a newline of its own.
+    # A line that the bound cuts off gets a newline, too.
     assert num_written + num_dropped - 2 * NUM_FLOOD_BYTES in (0, 1)
 
 

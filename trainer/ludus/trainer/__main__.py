@@ -99,7 +99,7 @@ def _evaluate_models(args: argparse.Namespace) -> None:
     run = load_run_config(args.config, args.set)
     assert isinstance(run, LanguageModelRun)
     if run.generator.kind == "vllm":
-        prepare_process(run.rollout.num_threads, uses_gpu=_GPU_DEVICE.exists())
+        prepare_process(run.rollout.known_num_threads, uses_gpu=_GPU_DEVICE.exists())
     with pause_collection():
         from ludus.trainer.driver.model_evaluation import ModelEvaluationRequest, evaluate_models
     evaluate_models(

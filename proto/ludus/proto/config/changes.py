@@ -45,6 +45,8 @@ IGNORED_FIELDS = (
     "training.learner_timeout_s",
     "rollout.num_workers",
     "rollout.min_workers",
+    "rollout.num_threads",
+    "learner.num_threads",
     "output",
     "device",
     "num_threads",

@@ -183,8 +183,10 @@ class RolloutConfig(Section):
     min_workers: PositiveInt = 1
     """Number of workers that the run needs to start and to continue. Other workers join when the
     cluster has room."""
-    num_threads: NumThreads = 1
-    """Number of CPU threads of each worker's generator."""
+    num_threads: NumThreads | None = None
+    """Number of CPU threads of each worker's generator. null takes 1 for models of a width below
+    256, on a GPU and in a Ray cluster; otherwise an equal share of this machine's cores, or of
+    OMP_NUM_THREADS, among the workers, and among the ranks too if training.max_staleness > 0."""
     group_size: Annotated[int, Field(ge=2)] = 16
     """Number of episodes per group."""
     group_seed: Literal["shared", "independent"] = "shared"
@@ -229,6 +231,11 @@ class RolloutConfig(Section):
     takes a free port if this one is in use, or if it is 0. null opens no port."""
 
     @property
+    def known_num_threads(self) -> int:
+        """The number of CPU threads of each worker; 1 if it was not chosen yet."""
+        return self.num_threads or 1
+
+    @property
     def known_invalid_action_reward(self) -> float:
         """The reward of a completion that is not a valid action; -1 if it was not chosen yet."""
         return -1.0 if self.invalid_action_reward is None else self.invalid_action_reward
@@ -262,8 +269,8 @@ class LearnerConfig(Section):
     """Number of FSDP2 ranks, each a Ray actor."""
     num_gpus_per_rank: NumGpus = 0.0
     """Number of GPUs that Ray reserves for each rank."""
-    num_threads: NumThreads = 1
-    """Number of CPU threads of each rank."""
+    num_threads: NumThreads | None = None
+    """Number of CPU threads of each rank. null chooses as rollout.num_threads does."""
     learning_rate: LearningRate | None = None
     """Peak learning rate of AdamW. null takes 2e-3 for a tiny model and 1e-5 for a pretrained
     model."""
@@ -302,6 +309,11 @@ class LearnerConfig(Section):
     """Move the reference model to main memory while it is not used."""
     collective_timeout_s: Seconds = 600.0
     """Time in seconds that a rank waits for the other ranks before all ranks are restarted."""
+
+    @property
+    def known_num_threads(self) -> int:
+        """The number of CPU threads of each rank; 1 if it was not chosen yet."""
+        return self.num_threads or 1
 
 
 class CanaryConfig(Section):

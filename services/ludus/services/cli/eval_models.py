@@ -16,6 +16,7 @@ from rich.status import Status
 from rich.text import Text
 
 from ludus.env.evaluation import summarize
+from ludus.env.sessions.options import count_available_cpus
 from ludus.env.targets.targets import environment_factory
 from ludus.env.text.terminal import clean_for_terminal
 from ludus.proto.config import LanguageModelRun
@@ -214,11 +215,11 @@ def _make_environment(options: ModelOptions) -> tuple[dict[str, Any], int]:
 
 
 def _count_threads() -> int:
-    """Return OMP_NUM_THREADS if it is set, otherwise the number of CPUs of this process."""
+    """Return OMP_NUM_THREADS if it is set, otherwise the number of CPUs that may be used."""
     setting = os.environ.get("OMP_NUM_THREADS", "")
     if setting.isdecimal() and int(setting) > 0:
         return int(setting)
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    return count_available_cpus()
 
 
 def _make_result(

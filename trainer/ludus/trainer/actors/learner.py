@@ -70,7 +70,7 @@ class LearnerActor:
         """Connect to the other ranks and load the model."""
         # Not in the constructor: Ray runs the methods in another thread, and the number is a
         # thread's own.
-        torch.set_num_threads(self._run.learner.num_threads)
+        torch.set_num_threads(self._run.learner.known_num_threads)
         device = select_device(self._rank)
         has_gpu = device.type == "cuda"
         dist.init_process_group(

@@ -182,8 +182,8 @@ def place_in_cluster(
 ) -> Placement:
     """Return a placement on the nodes of a cluster; the caller adds the placement group."""
     learner, rollout = run.learner, run.rollout
-    ranks = {"CPU": float(learner.num_threads), "GPU": learner.num_gpus_per_rank}
-    workers = {"CPU": float(rollout.num_threads), "GPU": rollout.num_gpus_per_worker}
+    ranks = {"CPU": float(learner.known_num_threads), "GPU": learner.num_gpus_per_rank}
+    workers = {"CPU": float(rollout.known_num_threads), "GPU": rollout.num_gpus_per_worker}
     if any(node.keys() & {LEARNER_RESOURCE, ROLLOUT_RESOURCE} for node in nodes):
         ranks[LEARNER_RESOURCE] = workers[ROLLOUT_RESOURCE] = 1.0
     demand = _make_demand(run, ranks, workers, roles)

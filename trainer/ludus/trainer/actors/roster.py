@@ -175,9 +175,11 @@ def make_actor(spec: RolloutWorkerSpec, placement: Placement) -> ActorHandle:
     """Create the actor of a worker, which Ray starts when there is room."""
     rollout, options = spec.run.rollout, placement.make_worker_options()
     # Engines read their environment variables when Python starts, before any code of Ludus.
-    variables = make_vllm_variables(rollout.num_threads, uses_gpu=rollout.num_gpus_per_worker > 0)
+    variables = make_vllm_variables(
+        rollout.known_num_threads, uses_gpu=rollout.num_gpus_per_worker > 0
+    )
     worker_class = ray.remote(**options, runtime_env={"env_vars": variables})(RolloutWorkerActor)
-    return worker_class.remote(rollout.num_threads)
+    return worker_class.remote(rollout.known_num_threads)
 
 
 @dataclass(slots=True)

@@ -9,6 +9,9 @@ import torch
 
 from ludus.proto.errors import ConfigError
 
+MIN_WIDTH_FOR_THREADS = 256
+"""Width of a model from which several threads are faster than one."""
+
 
 def choose_device(device: str | torch.device | None) -> torch.device:
     """Return the device after checking that torch can use it.

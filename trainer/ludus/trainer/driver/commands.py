@@ -12,6 +12,7 @@ from ludus.env.runtime import freeze_heap
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.runs import RESOLVED_PREFIX, Evaluation, Resume
 from ludus.trainer.actors.buffer import RemoteBuffer
+from ludus.trainer.actors.cpu_threads import resolve_num_threads
 from ludus.trainer.actors.placement import Roles
 from ludus.trainer.actors.ray_address import is_local
 from ludus.trainer.actors.workers import RolloutWorkers
@@ -60,6 +61,7 @@ def check(run: LanguageModelRun, *, resume: Resume, overwrite: bool) -> None:
     Standard output gets the configuration, with the settings that its environments determine.
     """
     check_start(resolve_config(run), resume)
+    run = resolve_num_threads(run)
     if needs_choice(run):
         run = resolve_invalid_action_rewards(run, asyncio.run(fetch_return_ranges(run)))
     sys.stdout.write(f"{RESOLVED_PREFIX}{run.model_dump_json()}\n")
@@ -77,6 +79,7 @@ async def _evaluate_checkpoint(run: LanguageModelRun, checkpoint: Path) -> Evalu
     async with start_infrastructure(run, run.folder, Roles.WORKERS) as infrastructure:
         placement = infrastructure.placement
         run = resolve_invalid_action_rewards(run, infrastructure.return_ranges)
+        run = resolve_num_threads(run, Roles.WORKERS)
         spec = make_worker_spec(run, str(checkpoint / MODEL_FOLDER), infrastructure, run.folder)
         workers, baselines = await gather_or_cancel(
             RolloutWorkers.start(spec, RemoteBuffer(run, placement), placement),

@@ -20,6 +20,7 @@ import torch
 from ludus.proto.config import LanguageModelRun, PretrainedModel, VllmGenerator
 from ludus.proto.errors import ConfigError, NotFoundError, UserError
 from ludus.proto.runs import CHECKPOINTS_FOLDER
+from ludus.trainer.core.devices import MIN_WIDTH_FOR_THREADS
 from ludus.trainer.core.output import warn_user
 from ludus.trainer.models import load
 from ludus.trainer.models.chat import ChatTokenizer
@@ -37,8 +38,6 @@ from ludus.trainer.setup.model_files import find_gguf, find_weight_problem
 
 _FIELD = "--model"
 _FOLDER_HINT = "name a folder that save_pretrained wrote, or a Hugging Face id"
-_MIN_WIDTH_FOR_THREADS = 256
-"""Width of a model above which several threads are faster than one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +189,8 @@ def _get_pretrained(run: LanguageModelRun) -> PretrainedModel:
 
 
 def _set_threads(model: EvaluatedModel) -> None:
-    is_small = model.width < _MIN_WIDTH_FOR_THREADS
-    torch.set_num_threads(1 if is_small else model.run.rollout.num_threads)
+    is_small = model.width < MIN_WIDTH_FOR_THREADS
+    torch.set_num_threads(1 if is_small else model.run.rollout.known_num_threads)
 
 
 def _free_memory() -> None:

@@ -31,6 +31,7 @@ from ludus.proto.config import (
 )
 from ludus.proto.errors import CheckpointError, ConfigError, UserError
 from ludus.proto.runs import CHART_FILE, CONFIG_FILE, EvalReport, Phase, Resume, Summary
+from ludus.trainer.actors.cpu_threads import resolve_num_threads
 from ludus.trainer.core.functions import get_or_register_path
 from ludus.trainer.core.stopping import RunStopped, StopRequest
 from ludus.trainer.core.tasks import CancellingTaskGroup
@@ -96,6 +97,7 @@ class Trainer:
         self._start_s = time.monotonic()
         check_importable_names(self.run)
         await asyncio.to_thread(check_models, self.run)
+        self.run = resolve_num_threads(self.run)
         async with AsyncExitStack() as stack:
             opened_run = open_run(
                 self.run,

@@ -13,6 +13,7 @@ from pathlib import Path
 from ludus.proto.config import SftRun
 from ludus.proto.runs import CONFIG_FILE, SUMMARY_FILE, Phase, Resume, SftSummary
 from ludus.trainer.actors.cluster import place_in_ray
+from ludus.trainer.actors.cpu_threads import resolve_num_threads
 from ludus.trainer.actors.learner import LearnerGroup
 from ludus.trainer.actors.placement import Roles
 from ludus.trainer.actors.ray_address import check_cluster, is_local
@@ -85,7 +86,7 @@ async def _start_learners(
     run: SftRun, storage: RunStorage[SftState]
 ) -> AsyncIterator[LearnerGroup]:
     """Start the learner's ranks, restore the checkpoint, and stop the ranks after the block."""
-    learner_run = run.make_learner_run()
+    learner_run = resolve_num_threads(run.make_learner_run(), Roles.RANKS)
     async with AsyncExitStack() as stack:
         placement = await stack.enter_async_context(place_in_ray(learner_run, Roles.RANKS))
         token = None
