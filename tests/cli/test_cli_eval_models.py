@@ -160,10 +160,10 @@ def test_temperature_0_is_repeatable_and_plays_each_task_once(ludus: RunCli, fil
 def test_invalid_answers_cost_what_they_cost_in_training(ludus: RunCli, files: Path) -> None:
     game = ("--env", "openspiel_env", "--option", "game=kuhn_poker", "--episodes", "4")
     result, _ = evaluate(ludus, "--model", "a", "--baseline", "random", *game)
-    # Returns are from -2 to 2, so an invalid answer costs -2 - 4.
+    # Returns are from -2 to 2, so an invalid answer costs -2 - 2.
     episodes = [episode for episode in result.episodes if episode.policy == "a"]
     assert {(episode.status, episode.episode_return) for episode in episodes} == {
-        ("invalid_action", -6.0)
+        ("invalid_action", -4.0)
     }
 
 

@@ -34,13 +34,13 @@ def list_rewards(run: LanguageModelRun) -> dict[str, float]:
 
 def test_reward_is_below_the_returns_of_each_environment() -> None:
     run = resolve_invalid_action_rewards(make_run(cards={}, sums={}, bare={}), RANGES)
-    assert list_rewards(run) == {"cards": -3.0, "sums": -10.0, "bare": -1.0}
+    assert list_rewards(run) == {"cards": -2.0, "sums": -10.0, "bare": -1.0}
     assert resolve_invalid_action_rewards(run, {}) == run
 
 
 def test_single_environment_has_its_reward_in_section_rollout() -> None:
     run = resolve_invalid_action_rewards(make_run(), RANGES)
-    assert run.rollout.invalid_action_reward == -3.0
+    assert run.rollout.invalid_action_reward == -2.0
     changed_run = make_run_config(
         run.model_dump(mode="json"), ["rollout.invalid_action_reward=-0.5"]
     )
@@ -74,7 +74,7 @@ def test_log_names_the_reward_and_its_reason(caplog: pytest.LogCaptureFixture) -
     with caplog.at_level(logging.INFO):
         resolve_invalid_action_rewards(run, RANGES)
     assert caplog.messages == [
-        "environment 'cards': the reward of an invalid action is -3, because returns are from -1 "
+        "environment 'cards': the reward of an invalid action is -2, because returns are from -1 "
         "to 1",
         "environment 'bare': the reward of an invalid action is -1, because the environment does "
         "not declare its returns; set rollout.invalid_action_reward if the rewards have another "
@@ -104,5 +104,5 @@ async def test_check_prints_the_rewards_of_local_and_remote_environments(
         await commands.asyncio.to_thread(commands.check, run, resume=Resume.NEVER, overwrite=False)
     [line] = capsys.readouterr().out.splitlines()
     checked_run = LanguageModelRun.model_validate_json(line.removeprefix(RESOLVED_PREFIX))
-    expected = {"cards": -6.0, "remote": RangedEnv().return_range.invalid_action_reward}
+    expected = {"cards": -4.0, "remote": RangedEnv().return_range.invalid_action_reward}
     assert list_rewards(checked_run) == expected

@@ -57,7 +57,7 @@ def test_impossible_range_is_refused(bounds: tuple[float, float]) -> None:
 
 @pytest.mark.parametrize(
     ("lowest", "highest", "reward"),
-    [(-1, 1, -3), (0, 1, -1), (-13, 13, -39), (1, 2, -1), (-2, -1, -3), (0, 1000, -1000)],
+    [(-1, 1, -2), (0, 1, -1), (-13, 13, -26), (1, 2, -2), (-2, -1, -2.5), (0, 1000, -1000)],
 )
 def test_no_invalid_episode_ends_above_the_lowest_return(
     lowest: float, highest: float, reward: float

@@ -227,10 +227,11 @@ class ReturnRange:
     def invalid_action_reward(self) -> float:
         """Reward of an invalid action, with which no episode ends above the lowest return.
 
-        It is min(lowest, 0) - (highest - lowest). An episode that has already earned the highest
-        return then ends with min(lowest, 0) + lowest, and any other episode ends lower.
+        It is min(lowest, 0) - max(highest, (highest - lowest) / 2). An episode that has already
+        earned the highest return ends with at most min(lowest, 0), and one that has earned nothing
+        ends below the lowest return by half of the range or more.
         """
-        return min(self.lowest, 0.0) - (self.highest - self.lowest)
+        return min(self.lowest, 0.0) - max(self.highest, (self.highest - self.lowest) / 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,8 +221,9 @@ class RolloutConfig(Section):
     their rewards count in baselines only; or penalised for their length (docs/rewards.md)."""
     invalid_action_reward: float | None = None
     """Reward of a completion that is not a valid action. It ends the episode (docs/rewards.md).
-    null takes min(lowest, 0) - (highest - lowest), where lowest and highest are the returns that
-    the environment declares, or -1 if it declares none or its return is not part of the reward."""
+    null takes min(lowest, 0) - max(highest, (highest - lowest) / 2), where lowest and highest are
+    the returns that the environment declares, or -1 if it declares none or its return is not part
+    of the reward."""
     group_timeout_s: Seconds = 300.0
     """Time limit in seconds of a group, and of an episode in an evaluation. After that, it is
     void."""

@@ -1,7 +1,7 @@
 """The reward of an invalid action, chosen from the returns that the environment declares.
 
     set in the file                     that value
-    the environment declares returns    min(lowest, 0) - (highest - lowest)
+    the environment declares returns    min(lowest, 0) - max(highest, (highest - lowest) / 2)
     otherwise                           -1
 
 With the second formula, an episode with an invalid action never ends above the lowest return, even
