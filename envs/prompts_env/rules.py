@@ -1,13 +1,15 @@
 """Verifiable rewards, as functions over the columns of a data set.
 
-    math     a number 1, otherwise -1; the right number 3 more            columns: answer
-    e-mail   keyword 1, similar to the ideal 1, too long -1,              columns: keyword, ideal,
-             recipient 1, signature 1                                     recipient, max_words
+    math       a number 1, otherwise -1; the right number 3 more          columns: answer
+    thinking   the right number after a thought 1, otherwise 0            columns: answer
+    e-mail     keyword 1, similar to the ideal 1, too long -1,            columns: keyword, ideal,
+               recipient 1, signature 1                                   recipient, max_words
 
 Each criterion is a separate function, so that metrics can show it as a separate term. `math_rule`
-and `email_rule` are their sums. The text of a completion is its last assistant message, without the
-text before </think>. Functions return one reward per episode, or None if the episode's row has no
-value for the criterion.
+and `email_rule` are sums of criteria, and `thinking_rule` requires two criteria. The text of a
+completion is its last assistant message; except for `has_thought`, without the text before
+</think>. Functions return one reward per episode, or None if the episode's row has no value for the
+criterion.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ _CLOSING_PATTERN = re.compile(
     r"|^yours(?:\s+\w+)?|^best|^thank you|^sincerely yours",
     re.IGNORECASE,
 )
+_THOUGHT_START, _THOUGHT_END = "<think>", "</think>"
 _MAX_CLOSING_WORDS = 3
 _MAX_NAME_LINES = 3
 """Maximum number of lines after the closing: a name, and possibly a title and a company."""
@@ -69,6 +72,29 @@ def matches_answer(
         number = _find_last_number(find_last_text(completion))
         rewards.append(None if right_number is None else 3.0 * (number == right_number))
     return rewards
+
+
+# -- thoughts --------------------------------------------------------------------------
+
+
+def thinking_rule(
+    completions: Sequence[CompletionMessages], answer: Sequence[object], **_: object
+) -> Rewards:
+    """Return 1 for the right number after a thought, as `has_thought` defines it, otherwise 0."""
+    return [
+        None if match is None else float(match > 0 and thought == 1)
+        for match, thought in zip(
+            matches_answer(completions, answer), has_thought(completions), strict=True
+        )
+    ]
+
+
+def has_thought(completions: Sequence[CompletionMessages], **_: object) -> list[float]:
+    """Return 1 if the completion is one <think>...</think> with text in it and after it, or 0.
+
+    Nothing but whitespace may precede <think>. The completion may contain each mark only once.
+    """
+    return [float(_is_thought_and_answer(_find_last_completion(c))) for c in completions]
 
 
 # -- e-mails ---------------------------------------------------------------------------
@@ -161,10 +187,22 @@ def has_signature(completions: Sequence[CompletionMessages], **_: object) -> Rew
 
 def find_last_text(completion: CompletionMessages) -> str:
     """Return the text of a completion; of a conversation, its last assistant message."""
-    if not isinstance(completion, str):
-        texts = [message["content"] for message in completion if message["role"] == "assistant"]
-        completion = texts[-1] if texts else ""
-    return completion.rpartition("</think>")[2]
+    return _find_last_completion(completion).rpartition(_THOUGHT_END)[2]
+
+
+def _find_last_completion(completion: CompletionMessages) -> str:
+    if isinstance(completion, str):
+        return completion
+    texts = [message["content"] for message in completion if message["role"] == "assistant"]
+    return texts[-1] if texts else ""
+
+
+def _is_thought_and_answer(text: str) -> bool:
+    thought, _, answer = text.partition(_THOUGHT_END)
+    first_text, start, thought = thought.partition(_THOUGHT_START)
+    has_more_marks = any(mark in thought + answer for mark in (_THOUGHT_START, _THOUGHT_END))
+    has_texts = bool(thought.strip() and answer.strip())
+    return bool(start) and has_texts and not (first_text.strip() or has_more_marks)
 
 
 def _find_last_number(text: str) -> Decimal | None:

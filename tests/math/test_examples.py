@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import tomllib
 from pathlib import Path
 
 import learn
@@ -20,10 +21,10 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE_PATHS = sorted(
     path
     for path in (ROOT / "examples").glob("*/*.toml")
-    if path.parent.name not in ("reward_model", "sft")
+    if path.parent.name != "reward_model" and tomllib.loads(path.read_text()).get("kind") != "sft"
 )
 
-GENERATED_DATA = {learn_language.RLHF}
+GENERATED_DATA = {learn_language.RLHF, "thinking/smollm2.toml"}
 """Examples whose data set is not in the repository."""
 REQUIRED_LIBRARIES = {
     "inverted_pendulum/ppo.toml": ("mujoco", "imageio"),

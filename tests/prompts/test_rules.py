@@ -42,6 +42,36 @@ def test_row_without_a_number_has_no_reward() -> None:
     assert rules.math_rule(["1", "2"], [None, "two"]) == [None, None]
 
 
+@pytest.mark.parametrize(
+    ("text", "has_thought", "reward"),
+    [
+        ("<think>40+2=42</think>42", 1, 1),
+        ("\n<think>\n40 < 42\n</think>\n\nThe sum is 42.", 1, 1),
+        ("<think>40+2=42</think>41", 1, 0),
+        ("<think>41</think>", 0, 0),
+        ("<think> </think>42", 0, 0),
+        ("<think>40+2=42", 0, 0),
+        ("40+2=42</think>42", 0, 0),
+        ("42", 0, 0),
+        ("</think><think>40+2=42 42", 0, 0),
+        ("Well, <think>40+2=42</think>42", 0, 0),
+        ("<think>40</think><think>2</think>42", 0, 0),
+        ("<think>40<think>2</think>42", 0, 0),
+        ("<think>40</think>2</think>42", 0, 0),
+        ("<think>40+2</think>42<think>", 0, 0),
+        ("", 0, 0),
+    ],
+)
+def test_thinking_rule_requires_one_thought_before_the_right_answer(
+    text: str, has_thought: float, reward: float
+) -> None:
+    assert rules.has_thought([text]) == [has_thought]
+    assert rules.thinking_rule([text], ["42"]) == [reward]
+    conversation = [{"role": "assistant", "content": "7"}, {"role": "assistant", "content": text}]
+    assert rules.thinking_rule([conversation], [42]) == [reward]
+    assert rules.thinking_rule([text], [None]) == [None]
+
+
 LETTER = """Dear Ms. Rivera,
 
 your invoice is attached.
@@ -97,7 +127,7 @@ def test_missing_values_add_zero_reward() -> None:
     assert rules.has_keyword(["a and b", "a"], [["a", "b"], ["a", "b"]]) == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("rule", ["math_rule", "email_rule"])
+@pytest.mark.parametrize("rule", ["math_rule", "thinking_rule", "email_rule"])
 def test_missing_column_is_refused(rule: str) -> None:
     columns = ["prompt", "answer", "keyword", "ideal", "recipient"]
     check_columns([f"prompts_env.rules:{rule}"], columns, "environment")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,11 @@ from ludus.proto.errors import ConfigError, NotFoundError
 
 EXAMPLE_FOLDER = Path(__file__).parents[2] / "examples"
 REWARD_MODEL_EXAMPLE = EXAMPLE_FOLDER / "reward_model/tiny.toml"
-FINE_TUNING_EXAMPLES = sorted((EXAMPLE_FOLDER / "sft").glob("*.toml"))
+FINE_TUNING_EXAMPLES = sorted(
+    path
+    for path in EXAMPLE_FOLDER.rglob("*.toml")
+    if tomllib.loads(path.read_text()).get("kind") == "sft"
+)
 EXAMPLES = sorted(
     set(EXAMPLE_FOLDER.rglob("*.toml")) - {REWARD_MODEL_EXAMPLE, *FINE_TUNING_EXAMPLES}
 )
