@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 from ludus.env.evaluation import wilson_interval
@@ -30,7 +31,7 @@ def read_outcomes(path: Path) -> dict[str, list[Outcome]]:
     return dict(outcomes)
 
 
-def format_share(outcomes: list[bool]) -> str:
+def format_share(outcomes: Sequence[bool]) -> str:
     """Return a share and its interval as text."""
     low, high = wilson_interval(sum(outcomes), len(outcomes))
     return f"{sum(outcomes) / len(outcomes):.3f} ({low:.3f} to {high:.3f})"

@@ -20,15 +20,19 @@ from prompts_env import rules
 EXAMPLE = Path(__file__).parents[2] / "examples" / "thinking"
 
 
-@pytest.fixture
-def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder with the files of the example."""
-    spec = importlib.util.spec_from_file_location("make_data", EXAMPLE / "make_data.py")
+def run_program(name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLE / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    monkeypatch.setattr(sys, "argv", ["make_data.py", str(tmp_path / "data"), "--num-chats", "50"])
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
     module.main()
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder with the files of the example."""
+    run_program("make_data", [str(tmp_path / "data"), "--num-chats", "50"], monkeypatch)
     return tmp_path / "data"
 
 
@@ -71,3 +75,20 @@ def test_run_plays_held_back_sums_in_evaluations(data: Path) -> None:
     assert row["prompt"] in {row["prompt"] for row in read(data / "test.jsonl")}
     functions = [term.function for term in config.rewards]
     check_columns(functions, ["prompt", "answer"], "environment")
+
+
+def test_shares_count_right_answers_with_a_thought_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = [("<think>1+1=2</think>2", True), ("2", True), ("<think>1+1=3</think>3", False)]
+    episodes = [
+        {"policy": "tuned", "success": success, "turns": [{"answer": answer}]}
+        for answer, success in [*answers, ("<think>2", False)]
+    ]
+    path = tmp_path / "eval.json"
+    path.write_text(json.dumps({"episodes": [*episodes, {"policy": "random", "turns": []}]}))
+    run_program("show_shares", [str(path)], monkeypatch)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("tuned   right after a thought 0.250 (")
+    assert "   thought 0.500 (" in lines[0]
