@@ -110,6 +110,21 @@ def test_aborted_request_gets_no_output_and_leaves_no_work(pair: EnginePair) -> 
     assert not pair.engine.has_work
 
 
+def test_requests_in_the_batch_continue_when_another_one_is_aborted(pair: EnginePair) -> None:
+    requests = [EngineRequest(i, [7, 8, 9 + i], Sampling(0.0, 4), seed=i) for i in range(4)]
+    for request in requests:
+        pair.engine.submit(request)
+    outputs = {}
+    for num_steps in range(100):
+        if num_steps == 2:
+            pair.engine.abort([0, 2])
+        outputs |= {output.request_id: output for output in pair.engine.step()}
+    assert not pair.engine.has_work
+    assert outputs.keys() == {1, 3}
+    for i, output in outputs.items():
+        assert output.token_ids == decode_greedily(pair, requests[i])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_sampled_frequencies_follow_the_softmax(pair: EnginePair, temperature: float) -> None:

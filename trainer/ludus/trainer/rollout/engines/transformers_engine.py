@@ -83,6 +83,7 @@ class TransformersEngine:
         """Add a request to the waiting requests."""
         self._waiting.append(_Completion(request))
 
+    @torch.inference_mode()
     def abort(self, request_ids: Collection[int]) -> None:
         """Remove requests from the queue and from the batch."""
         self._waiting = [
