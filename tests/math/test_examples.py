@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import tomllib
+import random
 from pathlib import Path
 
 import learn
@@ -11,19 +11,28 @@ import learn_agents
 import learn_language
 import pytest
 
+from examples.number_guess import players
+from ludus.env.targets.scaffolding import write_environment
 from ludus.env.targets.targets import environment_factory
-from ludus.proto.config import LanguageModelRun, LocalEnvironment, load_run_config
+from ludus.proto.config import (
+    LanguageModelRun,
+    LocalEnvironment,
+    load_run_config,
+    load_sft_config,
+)
 from ludus.proto.config.environment import RANDOM_POLICY
 from ludus.proto.config.network import LocalNetworkEnvironment
 from ludus.proto.runs import EvalReport, PolicyResult
 
 ROOT = Path(__file__).parents[2]
-EXAMPLE_PATHS = sorted(
-    path
-    for path in (ROOT / "examples").glob("*/*.toml")
-    if path.parent.name != "reward_model" and tomllib.loads(path.read_text()).get("kind") != "sft"
+CONFIG_PATHS = sorted(
+    path for path in (ROOT / "examples").glob("*/*.toml") if path.parent.name != "reward_model"
 )
+SFT_PATHS = [path for path in CONFIG_PATHS if path.parent.name == "sft" or path.stem == "sft"]
+EXAMPLE_PATHS = [path for path in CONFIG_PATHS if path not in SFT_PATHS]
 
+GENERATED_PACKAGES = {"number_guess/smollm2.toml": "number_guess"}
+"""Names of the packages that `ludus env init` writes for an example."""
 GENERATED_DATA = {learn_language.RLHF, "thinking/smollm2.toml"}
 """Examples whose data set is not in the repository."""
 REQUIRED_LIBRARIES = {
@@ -66,9 +75,14 @@ def make_report(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLE_PATHS, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_environments_and_baselines_of_examples_exist(path: Path) -> None:
+def test_environments_and_baselines_of_examples_exist(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = load_run_config(path)
     name = f"{path.parent.name}/{path.name}"
+    if name in GENERATED_PACKAGES:
+        write_environment(GENERATED_PACKAGES[name], tmp_path)
+        monkeypatch.syspath_prepend(tmp_path)
     if name in GENERATED_DATA:
         pytest.skip("the data set of the example is not in the repository")
     for module in REQUIRED_LIBRARIES.get(name, ()):
@@ -84,6 +98,11 @@ def test_environments_and_baselines_of_examples_exist(path: Path) -> None:
         assert set(environment.baselines) <= set(policies)
 
 
+@pytest.mark.parametrize("path", SFT_PATHS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_fine_tuning_examples_are_valid_configurations(path: Path) -> None:
+    assert load_sft_config(path).kind == "sft"
+
+
 @pytest.mark.parametrize("path", EXAMPLE_PATHS, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_make_learn_measures_every_tiny_example(path: Path) -> None:
     run = load_run_config(path)
@@ -96,6 +115,15 @@ def test_make_learn_measures_every_tiny_example(path: Path) -> None:
         {case.example for case in learn.CASES.values()} | language_examples | agent_examples
     )
     assert (name in measured_examples) != (name in EXAMPLES_WITHOUT_CLAIM)
+
+
+def test_half_of_the_careless_guesses_are_random() -> None:
+    (guess,) = players.fixed_policies({}).values()
+    observation = {"lowest": 9, "highest": 15, "legal_actions": list(range(1, 16))}
+    rng = random.Random(0)
+    guesses = [guess(observation, rng)["guess"] for _ in range(600)]
+    assert set(guesses) == set(range(1, 16))
+    assert guesses.count(12) / len(guesses) == pytest.approx(0.5 + 0.5 / 15, abs=0.07)
 
 
 def test_learning_targets_are_environments_of_the_example() -> None:
