@@ -3,6 +3,10 @@
     sums            right answers, of 1,000: at most .10 before training; at least .90 after at
                     most 15 minutes of training
     sums_shuffled   the control with shuffled rewards: no gain
+    number_guess    a number in several turns: fine-tuned on recorded games, then trained, wins
+                    more than after fine-tuning alone and after training alone
+    thinking        sums of three numbers after a thought: training raises the share of right
+                    answers of the fine-tuned model, and .95 of the answers keep the format
 
 Every stage is a command of `ludus`. The last one, `ludus eval`, plays the same seeds with the
 models before and after training and writes every answer. Results go to
@@ -30,6 +34,7 @@ from pathlib import Path
 
 from machine import machine, read_earlier_runs, write_runs
 
+from ludus.env.evaluation import wilson_interval
 from ludus.proto.evaluations import ModelEvaluation
 from ludus.proto.runs import METRICS_FILE, SUMMARY_FILE, Summary
 
@@ -40,11 +45,24 @@ RESULTS = ROOT / "bench" / "results" / "learn_real.json"
 SEEDS = (0, 1, 2)
 NUM_EPISODES = 1000
 NUM_ERROR_LINES = 5
+ANSWERS_FILE = "answers.json"
 
 SUMS = "math/smollm2.toml"
 SUMS_EVALUATION = ("--env", "math_env", "--max-completion-tokens", "12")
 MAX_SUMS_S = 900.0
 SUMS_BEFORE, SUMS_AFTER = 0.10, 0.90
+
+GUESS_SFT, GUESS = "number_guess/sft.toml", "number_guess/smollm2.toml"
+GUESS_PLAYERS = "number_guess/players.py"
+GUESS_ENVIRONMENT = "number_guess_env"
+GUESS_OPTIONS = ("--option", "highest=15", "--option", "max_tries=4")
+GUESS_PLAYER = "examples.number_guess.players:fixed_policies"
+NUM_RECORDED_GAMES = 100
+
+THINKING_SFT, THINKING = "thinking/sft.toml", "thinking/smollm2.toml"
+THINKING_DATA = "thinking/make_data.py"
+MIN_THOUGHTS = 0.95
+sys.path.append(str(EXAMPLES / "thinking"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +111,8 @@ class Training:
 def train_sums(seed: int) -> Row:
     """Train at sums below 20."""
     training = train("sums", SUMS, seed)
-    shares = evaluate(training.folder, {"before": MODEL, "after": training.folder}, SUMS_EVALUATION)
+    models = {"before": MODEL, "after": training.folder}
+    shares = make_shares(models, evaluate(training.folder, models, SUMS_EVALUATION))
     targets = {
         f"at most {SUMS_BEFORE} before": shares["before"].value <= SUMS_BEFORE,
         f"at least {SUMS_AFTER} after": shares["after"].value >= SUMS_AFTER,
@@ -105,18 +124,80 @@ def train_sums(seed: int) -> Row:
 def train_sums_shuffled(seed: int) -> Row:
     """Train at sums with rewards that are shuffled between the episodes of a batch."""
     training = train("sums_shuffled", SUMS, seed, "training.shuffle_rewards=true")
-    shares = evaluate(training.folder, {"before": MODEL, "after": training.folder}, SUMS_EVALUATION)
+    models = {"before": MODEL, "after": training.folder}
+    shares = make_shares(models, evaluate(training.folder, models, SUMS_EVALUATION))
     targets = {"no gain": shares["after"].ci95[0] <= shares["before"].ci95[1]}
     return make_row("sums_shuffled", seed, training, shares, targets)
+
+
+def train_number_guess(seed: int) -> Row:
+    """Fine-tune on recorded games, train, and do both, at guessing a number."""
+    folder = RUNS / f"learn-number_guess-{seed}"
+    folder.mkdir(parents=True, exist_ok=True)
+    games = folder / "games.jsonl"
+    games.unlink(missing_ok=True)
+    if not (folder / GUESS_ENVIRONMENT).is_dir():
+        call_ludus("env", "init", "number_guess", folder=folder)
+    recording = ("--policies", GUESS_PLAYER, "--policy", "careless", "--min-return", "1")
+    recording += ("--episodes", str(NUM_RECORDED_GAMES), "--seed", str(1000 * seed))
+    environment = (GUESS_ENVIRONMENT, *GUESS_OPTIONS)
+    call_ludus("env", "record", *environment, *recording, "--output", str(games), folder=folder)
+    tuned = fine_tune("number_guess-sft", GUESS_SFT, seed, games, folder)
+    models = {
+        "fine-tuned": tuned,
+        "trained": train("number_guess-rl", GUESS, seed, start_folder=folder).folder,
+    }
+    training = train("number_guess-both", GUESS, seed, model=tuned, start_folder=folder)
+    models["both"] = training.folder
+    options = ("--env", *environment, "--set", "rollout.constrain=legal_answers")
+    evaluation = evaluate(folder, models, options)
+    both = str(models["both"])
+    targets = {}
+    for name in ("fine-tuned", "trained"):
+        low, _ = find_difference(evaluation, both, str(models[name]))
+        targets[f"both above {name}"] = low > 0
+    return make_row("number_guess", seed, training, make_shares(models, evaluation), targets)
+
+
+def train_thinking(seed: int) -> Row:
+    """Fine-tune on thoughts, then train at sums of three numbers."""
+    from show_shares import read_outcomes  # of examples/thinking
+
+    folder = RUNS / f"learn-thinking-{seed}"
+    program = [sys.executable, str(EXAMPLES / THINKING_DATA), str(folder), "--seed", str(seed)]
+    subprocess.run(program, cwd=ROOT, check=True, capture_output=True, text=True)
+    tuned = fine_tune("thinking-sft", THINKING_SFT, seed, folder / "chats.jsonl", ROOT)
+    files = {"path": "sums.jsonl", "test_path": "test.jsonl"}
+    settings = [f"environment.options.{key}={folder / name}" for key, name in files.items()]
+    training = train("thinking-rl", THINKING, seed, *settings, model=tuned)
+    models = {"fine-tuned": tuned, "trained": training.folder}
+    data = ("--option", f"path={folder / 'test.jsonl'}", "--option", "answer=answer")
+    options = ("--env", "prompts_env", *data, "--max-completion-tokens", "32")
+    evaluate(folder, models, options)
+    shares: dict[str, Share] = {}
+    outcomes = read_outcomes(folder / ANSWERS_FILE)
+    for name, model in models.items():
+        right, thoughts = zip(*outcomes[str(model)], strict=True)
+        shares[name] = count_share(right)
+        shares[f"thoughts, {name}"] = count_share(thoughts)
+    targets = {
+        "trained above fine-tuned": shares["trained"].ci95[0] > shares["fine-tuned"].ci95[1],
+        f"at least {MIN_THOUGHTS} thoughts": shares["thoughts, trained"].value >= MIN_THOUGHTS,
+    }
+    return make_row("thinking", seed, training, shares, targets)
 
 
 CASES: dict[str, Callable[[int], Row]] = {
     "sums": train_sums,
     "sums_shuffled": train_sums_shuffled,
+    "number_guess": train_number_guess,
+    "thinking": train_thinking,
 }
 FILES = {
     "sums": (SUMS,),
     "sums_shuffled": (SUMS,),
+    "number_guess": (GUESS_SFT, GUESS, GUESS_PLAYERS),
+    "thinking": (THINKING_SFT, THINKING, THINKING_DATA),
 }
 """Files of the examples that a case uses. Earlier results count while these files are the same."""
 
@@ -152,13 +233,20 @@ def run(case: str, seed: int) -> Row:
     return replace(row, load_average=load_average)
 
 
-def train(name: str, example: str, seed: int, *overrides: str, model: Path = MODEL) -> Training:
+def train(
+    name: str,
+    example: str,
+    seed: int,
+    *overrides: str,
+    model: Path = MODEL,
+    start_folder: Path = ROOT,
+) -> Training:
     """Train an example without evaluations; return its times."""
     folder = RUNS / f"learn-{name}-{seed}"
     settings = [f"name={folder.name}", f"output_dir={RUNS}", f"seed={seed}", f"model.path={model}"]
     settings += ["eval.num_games_during=0", "eval.num_games=10", *overrides]
     options = [part for setting in settings for part in ("--set", setting)]
-    call_ludus("train", str(EXAMPLES / example), "--overwrite", *options)
+    call_ludus("train", str(EXAMPLES / example), "--overwrite", *options, folder=start_folder)
     summary = Summary.model_validate_json((folder / SUMMARY_FILE).read_bytes())
     lines = (folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()
     steps = [entry for entry in map(json.loads, lines) if entry["kind"] == "train"]
@@ -170,19 +258,50 @@ def train(name: str, example: str, seed: int, *overrides: str, model: Path = MOD
     )
 
 
-def evaluate(folder: Path, models: dict[str, Path], options: Sequence[str]) -> dict[str, Share]:
-    """Play the same held-back seeds with all models; keep every answer in the run's folder."""
-    answers = folder / "answers.json"
+def fine_tune(name: str, example: str, seed: int, data: Path, start_folder: Path) -> Path:
+    """Fine-tune the model; return the folder of the result."""
+    folder = RUNS / f"learn-{name}-{seed}"
+    settings = [f"name={folder.name}", f"output_dir={RUNS}", f"seed={seed}"]
+    settings += [f"model.path={MODEL}", f"data.path={data}"]
+    options = [part for setting in settings for part in ("--set", setting)]
+    call_ludus("sft", str(EXAMPLES / example), "--overwrite", *options, folder=start_folder)
+    return folder
+
+
+def evaluate(folder: Path, models: dict[str, Path], options: Sequence[str]) -> ModelEvaluation:
+    """Play the same held-back seeds with all models; keep every answer in a folder."""
+    answers = folder / ANSWERS_FILE
     names = [part for model in models.values() for part in ("--model", str(model))]
     episodes = ("--episodes", str(NUM_EPISODES), "--baseline", "random", "--json", str(answers))
-    call_ludus("eval", *names, *options, *episodes)
-    evaluation = ModelEvaluation.model_validate_json(answers.read_bytes())
+    call_ludus("eval", *names, *options, *episodes, folder=folder)
+    return ModelEvaluation.model_validate_json(answers.read_bytes())
+
+
+def make_shares(models: dict[str, Path], evaluation: ModelEvaluation) -> dict[str, Share]:
+    """Return the share of won episodes of each model."""
     shares = {}
-    for name, result in zip(models, evaluation.models.values(), strict=True):
-        value, ci95 = result.result.win_rate, result.result.win_rate_ci95
-        assert value is not None and ci95 is not None
-        shares[name] = Share(value, ci95)
+    for name, model in models.items():
+        result = evaluation.models[str(model)].result
+        assert result.win_rate is not None and result.win_rate_ci95 is not None
+        shares[name] = Share(result.win_rate, result.win_rate_ci95)
     return shares
+
+
+def count_share(outcomes: Sequence[bool]) -> Share:
+    """Return the share of the true outcomes."""
+    num_true, num_all = sum(outcomes), len(outcomes)
+    return Share(num_true / num_all, wilson_interval(num_true, num_all))
+
+
+def find_difference(evaluation: ModelEvaluation, first: str, second: str) -> tuple[float, float]:
+    """Return the 95 % interval of the win rate of the first model minus that of the second."""
+    for difference in evaluation.differences:
+        low, high = difference.win_rate_difference_ci95 or (0.0, 0.0)
+        if (difference.first, difference.second) == (first, second):
+            return low, high
+        if (difference.first, difference.second) == (second, first):
+            return -high, -low
+    raise LookupError(f"the evaluation does not compare {first} with {second}")
 
 
 def make_row(
@@ -200,10 +319,18 @@ def make_row(
     )
 
 
-def call_ludus(*arguments: str) -> None:
-    """Call the command line and wait for its end."""
+def call_ludus(*arguments: str, folder: Path = ROOT) -> None:
+    """Call the command line in a folder, and wait for its end."""
     ludus = str(Path(sys.executable).parent / "ludus")
-    subprocess.run([ludus, *arguments], cwd=ROOT, check=True, capture_output=True, text=True)
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    subprocess.run(
+        [ludus, *arguments],
+        cwd=folder,
+        check=True,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path},
+    )
 
 
 def format_row(row: Row) -> str:
