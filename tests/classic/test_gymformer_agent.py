@@ -199,7 +199,7 @@ def test_invalid_arguments_and_agent_files_are_refused(tmp_path: Path) -> None:
         pytest.param(
             {"env_name": "grpc://localhost:1"},
             "^env_name = 'grpc://localhost:1'",
-            marks=pytest.mark.slow,
+            marks=[pytest.mark.slow, pytest.mark.long],
         ),
         ({"metrics": 5}, "metrics = 5 must be a mapping of metric sinks"),
         ({"device": "abacus"}, "device = 'abacus' cannot be used"),

@@ -70,7 +70,11 @@ def test_dry_run_checks_the_cluster(
 
 @pytest.mark.parametrize(
     ("address", "message"),
-    [("nonsense", "Invalid address"), ("ray://127.0.0.1:1", "Ray Client"), ("a.invalid:1", "a")],
+    [
+        ("nonsense", "Invalid address"),
+        ("ray://127.0.0.1:1", "Ray Client"),
+        pytest.param("a.invalid:1", "a", marks=[pytest.mark.slow, pytest.mark.long]),
+    ],
 )
 def test_invalid_address_is_refused_by_name(
     address: str, message: str, monkeypatch: pytest.MonkeyPatch

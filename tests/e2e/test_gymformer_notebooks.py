@@ -41,6 +41,7 @@ def execute_notebook(name: str, runs_folder: Path, monkeypatch: pytest.MonkeyPat
     return "".join(cell_output.get("text", "") for cell_output in outputs)
 
 
+@pytest.mark.long
 def test_classic_notebook_saves_agents_and_plays_an_agent(
     runs_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,8 +18,8 @@ def test_interrupted_run_saves_a_checkpoint_ends_all_processes_and_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LUDUS_TEST_RUN", str(tmp_path))
-    settings = ("learner.num_ranks=2", "training.num_steps=10")
-    with start_run(tmp_path, "training.num_steps=1000", settings[0]) as run:
+    settings = ("learner.num_ranks=2", "model.warm_start_games=16")
+    with start_run(tmp_path, "training.num_steps=1000", *settings) as run:
         run.wait_until(lambda: run.last_step >= 3)
         start_s = time.monotonic()
         run.process.send_signal(signal.SIGINT)
@@ -31,7 +31,7 @@ def test_interrupted_run_saves_a_checkpoint_ends_all_processes_and_resumes(
     assert [path.name for path in checkpoints] == [f"step-{last_step:08d}"]
 
     with start_run(
-        tmp_path, settings[0], f"training.num_steps={last_step + 3}", flags=("--resume",)
+        tmp_path, *settings, f"training.num_steps={last_step + 3}", flags=("--resume",)
     ) as run:
         summary = run.finish()
     assert (summary.num_steps, summary.num_learner_ranks) == (last_step + 3, 2)
@@ -55,6 +55,7 @@ def test_vllm_samples_with_learner_weights_after_every_sync(tmp_path: Path) -> N
     assert 0 < summary.canary_max_error < 1e-4
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("shared_ray")
 def test_run_restricted_to_legal_answers_samples_no_other_text(tmp_path: Path) -> None:
     length = ("training.num_steps=2", "model.warm_start_games=1", "eval.num_games=100")
@@ -76,7 +77,11 @@ def test_run_restricted_to_legal_answers_samples_no_other_text(tmp_path: Path) -
     ("settings", "message"),
     [
         (["environment.package=blakjack_env"], "no environment package 'blakjack_env'"),
-        (["environment.kind=remote", "environment.address=grpc://127.0.0.1:9"], "127.0.0.1:9"),
+        pytest.param(
+            ["environment.kind=remote", "environment.address=grpc://127.0.0.1:9"],
+            "127.0.0.1:9",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_invalid_input_exits_with_one_error_and_leaves_no_run_folder(
