@@ -29,8 +29,7 @@ def complete_over_http(prompts: list[str], args: Any, processing_class: Any) -> 
         "max_tokens": args.max_completion_length,
     }
     result = requests.post(f"{args.vllm_server_base_url}/generate/", json=payload).json()
-    texts = processing_class.batch_decode(result["completion_ids"], skip_special_tokens=True)
-    return {**result, "env_reward": [0.1 * len(text) for text in texts]}
+    return {**result, "env_reward": list(map(rate_tokens, result["completion_ids"]))}
 
 
 def complete_by_call(prompts: list[str], trainer: Any) -> dict[str, Any]:
@@ -40,7 +39,16 @@ def complete_by_call(prompts: list[str], trainer: Any) -> dict[str, Any]:
         key: [output[key] for output in outputs]
         for key in ("prompt_ids", "completion_ids", "logprobs")
     }
-    return {**columns, "env_reward": [0.1 * len(output["text"]) for output in outputs]}
+    return {**columns, "env_reward": list(map(rate_tokens, columns["completion_ids"]))}
+
+
+def rate_tokens(token_ids: list[int]) -> float:
+    """Return the share of different tokens.
+
+    The text of a completion would not do: it contains special tokens that a template uses as
+    content, which a tokenizer that skips special tokens drops.
+    """
+    return len(set(token_ids)) / len(token_ids)
 
 
 def reward_from_env(
