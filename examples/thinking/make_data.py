@@ -4,8 +4,9 @@
     sums.jsonl      questions and their answers, for `ludus train`
     test.jsonl      questions and their answers for the evaluation, which are in no other file
 
-A thought adds two numbers, then the third one: <think>47+38=85, 85+21=106</think>106. All thoughts
-are right, but they are too few for the model to learn to add.
+Each answer adds the first two numbers and then the third, for example
+<think>47+38=85, 85+21=106</think>106. All answers are correct, but there are too few of them for
+the model to learn addition.
 """
 
 from __future__ import annotations

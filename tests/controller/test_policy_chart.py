@@ -45,3 +45,8 @@ def test_answers_with_a_common_first_token_share_its_probability() -> None:
     rows = [[first, math.log(0.01)], [first, math.log(0.03)], [second]]
     probabilities = list(map(math.exp, restrict_logprobs(answer_ids, rows)))
     assert probabilities == pytest.approx([2 / 3 * 1 / 4, 2 / 3 * 3 / 4, 1 / 3])
+
+
+def test_very_unlikely_answers_have_probabilities() -> None:
+    probabilities = list(map(math.exp, restrict_logprobs([[1], [2]], [[-900.0], [-900.0]])))
+    assert probabilities == pytest.approx([0.5, 0.5])

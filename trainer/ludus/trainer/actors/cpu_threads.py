@@ -4,9 +4,9 @@
     one waits for the other                  ranks share all cores, and workers share all cores
     sampling and training overlap            ranks and workers share all cores together
 
-A matrix of a small model is too small to divide. More threads than cores are slower than one thread
-for each core, because a thread that waits for its core delays all others. bench/threads.py measures
-both.
+The matrices of a small model are too small to divide. There is at most one thread for each core,
+because all threads of an operation wait for the slowest. bench/threads.py compares the seconds of a
+step with one thread and with one for each core.
 """
 
 from __future__ import annotations

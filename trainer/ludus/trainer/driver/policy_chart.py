@@ -6,6 +6,8 @@ import math
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 
+import torch
+
 from ludus.env import PolicyChartPrompt
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import ConfigError
@@ -70,7 +72,9 @@ def restrict_logprobs(
         for position, (token_id, logprob) in enumerate(zip(token_ids, row, strict=True)):
             logprobs[tuple(token_ids[:position])][token_id] = logprob
     norms = {
-        prefix: math.log(sum(map(math.exp, next_tokens.values())))
+        prefix: float(
+            torch.logsumexp(torch.tensor([*next_tokens.values()], dtype=torch.float64), dim=0)
+        )
         for prefix, next_tokens in logprobs.items()
     }
     return [
