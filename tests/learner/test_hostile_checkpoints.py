@@ -69,6 +69,16 @@ def write_metadata(checkpoint: Path, metadata: object) -> None:
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
+def replace_value(checkpoint: Path, name_part: str, content: bytes) -> None:
+    """Let the first value with `name_part` in its name refer to a new file with `content`."""
+    (checkpoint / "__0_1.distcp").write_bytes(content)
+    metadata = read_metadata(checkpoint)
+    index = next(index for index in metadata.storage_data if name_part in index.fqn)
+    assert isinstance(index, MetadataIndex)
+    metadata.storage_data[index] = _StorageInfo("__0_1.distcp", 0, len(content))
+    write_metadata(checkpoint, metadata)
+
+
 def test_intact_checkpoint_is_loaded(learner: Learner, checkpoint: Path) -> None:
     learner.load(checkpoint)
 
@@ -130,13 +140,9 @@ def test_files_outside_the_checkpoint_are_not_read(learner: Learner, checkpoint:
 def test_command_instead_of_a_value_or_a_tensor_does_not_run(
     learner: Learner, checkpoint: Path, command: Command, name_part: str
 ) -> None:
-    metadata, buffer = read_metadata(checkpoint), io.BytesIO()
+    buffer = io.BytesIO()
     torch.save(command, buffer)
-    (checkpoint / "__0_1.distcp").write_bytes(buffer.getvalue())
-    index = next(index for index in metadata.storage_data if name_part in index.fqn)
-    assert isinstance(index, MetadataIndex)
-    metadata.storage_data[index] = _StorageInfo("__0_1.distcp", 0, len(buffer.getvalue()))
-    write_metadata(checkpoint, metadata)
+    replace_value(checkpoint, name_part, buffer.getvalue())
     check_refused(learner, checkpoint, "an object other than tensors and plain values")
 
 
@@ -155,6 +161,31 @@ def test_indexes_that_would_reserve_memory_are_refused(
     check_refused(learner, checkpoint, r"the index -?\d+ is not that of an object")
 
 
+class NestedKey(dict[object, int]):
+    """Pickled as a dictionary with a key of a few bytes that has 2**64 items."""
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        key: tuple[object, ...] = (0,)
+        for _ in range(64):
+            key = (key, key)
+        return dict, (), None, None, iter([(key, 1)])
+
+
+def test_metadata_that_would_take_forever_is_refused(learner: Learner, checkpoint: Path) -> None:
+    write_metadata(checkpoint, NestedKey())
+    check_refused(learner, checkpoint, r"'\.metadata': its objects refer to each other")
+
+
+@pytest.mark.parametrize("name_part", ["betas", "policy."])
+def test_values_that_would_take_forever_are_refused(
+    learner: Learner, checkpoint: Path, name_part: str
+) -> None:
+    buffer = io.BytesIO()
+    torch.save(NestedKey(), buffer)
+    replace_value(checkpoint, name_part, buffer.getvalue())
+    check_refused(learner, checkpoint, r"'__0_1\.distcp': its objects refer to each other")
+
+
 @pytest.mark.parametrize("name_part", ["betas", "policy."])
 @pytest.mark.parametrize("is_compressed", [True, False])
 def test_values_larger_than_their_file_are_refused(
@@ -163,11 +194,7 @@ def test_values_larger_than_their_file_are_refused(
     buffer = io.BytesIO()
     torch.save({"a": torch.zeros(1000), "b": torch.zeros(1000)}, buffer)
     content = compress(buffer) if is_compressed else overlap(buffer)
-    (checkpoint / "__0_1.distcp").write_bytes(content)
-    metadata = read_metadata(checkpoint)
-    index = next(index for index in metadata.storage_data if name_part in index.fqn)
-    metadata.storage_data[index] = _StorageInfo("__0_1.distcp", 0, len(content))
-    write_metadata(checkpoint, metadata)
+    replace_value(checkpoint, name_part, content)
     check_refused(learner, checkpoint, r"'__0_1\.distcp': its values are compressed")
 
 

@@ -1,7 +1,7 @@
-"""Reading of files that `torch.save` wrote, without running code and with bounded memory.
+"""Reading of files that `torch.save` wrote, without running code and with bounded memory and time.
 
 `torch.save` writes a ZIP archive without compression, but `torch.load` also reads compressed ones,
-in which a few bytes can become any number.
+in which a few bytes can become any number, and other formats.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import IO, Any
 
 import torch
 
-_ARCHIVE_START = b"PK\x03\x04"
+from ludus.trainer.core.pickle_limits import check_pickle
+
+_PICKLE_NAME = "data.pkl"
 
 
 def load_plain_values(file: Path | IO[bytes], device: str | torch.device = "cpu") -> Any:
@@ -22,7 +24,8 @@ def load_plain_values(file: Path | IO[bytes], device: str | torch.device = "cpu"
 
     Raises:
         UnpicklingError: the file contains another object.
-        ValueError: the file is compressed, or not a regular file.
+        ValueError: the file is compressed or damaged, takes too long to read, or is not a regular
+            file.
     """
     if isinstance(file, Path):
         require_regular_file(file)
@@ -33,22 +36,23 @@ def load_plain_values(file: Path | IO[bytes], device: str | torch.device = "cpu"
 
 
 def check_archive(file: IO[bytes]) -> None:
-    """Check that the values in a file need no more memory than the size of the file.
+    """Check that the values in a file need no more memory and time than its size allows.
 
     Raises:
         ValueError: they need more, or the file is damaged.
     """
     num_bytes = file.seek(0, io.SEEK_END)
-    file.seek(0)
-    is_archive = file.read(len(_ARCHIVE_START)) == _ARCHIVE_START
-    if is_archive:
-        try:
-            entries = zipfile.ZipFile(file).infolist()
-        except zipfile.BadZipFile as error:
-            raise ValueError(f"it is damaged ({error})") from None
-        is_compressed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
-        if is_compressed or sum(entry.file_size for entry in entries) > num_bytes:
-            raise ValueError("its values are compressed, which torch.save never does")
+    try:
+        archive = zipfile.ZipFile(file)
+    except zipfile.BadZipFile as error:
+        raise ValueError(f"it is damaged ({error})") from None
+    entries = archive.infolist()
+    is_compressed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
+    if is_compressed or sum(entry.file_size for entry in entries) > num_bytes:
+        raise ValueError("its values are compressed, which torch.save never does")
+    for entry in entries:
+        if entry.filename.endswith(_PICKLE_NAME):
+            check_pickle(archive.read(entry))
     file.seek(0)
 
 

@@ -2,15 +2,14 @@
 
 `torch.distributed.checkpoint` unpickles the metadata and all values other than tensors, and a
 pickle can call any function. Here the metadata may contain only the classes of checkpoints, and
-values may contain only tensors and plain Python values. Neither can need more memory than its file
-has bytes.
+values may contain only tensors and plain Python values. The size of a file bounds the memory and
+the time that reading it takes.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-import pickletools
 from pathlib import Path, PurePath
 from typing import IO, Any
 
@@ -20,6 +19,7 @@ from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
+from ludus.trainer.core.pickle_limits import check_pickle
 from ludus.trainer.core.tensor_files import (
     check_archive,
     load_plain_values,
@@ -46,9 +46,6 @@ _ALLOWED_NAMES = {
 }
 """Names that metadata may contain in addition to the data types of torch, by module."""
 
-_MEMO_OPCODES = {"PUT", "BINPUT", "LONG_BINPUT"}
-"""Instructions of a pickle that store an object under an index."""
-
 
 class UnsafeFileError(BaseException):
     """A defect of a file of the checkpoint.
@@ -73,7 +70,7 @@ class CheckpointReader(FileSystemReader):
         try:
             require_regular_file(self._metadata_path)
             content = self._metadata_path.read_bytes()
-            _check_memo(content)
+            check_pickle(content)
             metadata = _MetadataUnpickler(io.BytesIO(content)).load()
             _check_metadata(metadata, self._metadata_path.parent)
         except Exception as error:  # unpickling raises many types of errors
@@ -124,13 +121,6 @@ class _MetadataUnpickler(pickle.Unpickler):
                 f"the name {module_name}.{name} is not allowed in a checkpoint"
             )
         return super().find_class(module_name, name)
-
-
-def _check_memo(content: bytes) -> None:
-    """Check the indexes of a pickle, because the unpickler reserves memory up to the largest."""
-    for opcode, argument, _ in pickletools.genops(content):
-        if opcode.name in _MEMO_OPCODES and not 0 <= int(str(argument)) <= len(content):
-            raise pickle.UnpicklingError(f"the index {argument} is not that of an object")
 
 
 def _check_metadata(metadata: object, folder: Path) -> None:

@@ -98,7 +98,7 @@ def load_ppo_agent(
         raise NotFoundError(
             f"there is no agent at '{path}'; train_agent saves agents in save_path"
         ) from error
-    except (RuntimeError, KeyError, TypeError, UnpicklingError, EOFError) as error:
+    except (RuntimeError, KeyError, TypeError, ValueError, UnpicklingError, EOFError) as error:
         raise ConfigError(
             f"'{path}' is not a saved agent with this actor and critic: {_describe_error(error)}"
         ) from error
