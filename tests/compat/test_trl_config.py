@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ludus.proto.config import make_run_config
+from ludus.proto.config import EntropyControl, make_run_config
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.trl import GRPOConfig
 from ludus.trainer.compat.trl.config import DEFAULTS, IGNORED_FIELDS, MAPPED_FIELDS, REFUSED_FIELDS
@@ -76,6 +76,12 @@ def test_every_field_is_in_exactly_one_table() -> None:
         ({"beta": 0.04}, "algorithm.kl_estimator", "k2"),
         ({"beta": 0.1, "use_bias_correction_kl": False}, "algorithm.kl_estimator", "k3"),
         ({"entropy_coef": 0.01}, "algorithm.entropy_coef", 0.01),
+        ({"entropy_target": 0.3}, "algorithm.entropy_control", None),
+        (
+            {"use_adaptive_entropy": True, "entropy_target": 0.3},
+            "algorithm.entropy_control",
+            EntropyControl(target=0.3, change=0.005, min_coef=0.0, max_coef=1.0),
+        ),
         ({"use_vllm": True}, "algorithm.correction.kind", "sequence_mask"),
         ({"use_vllm": False}, "algorithm.correction.kind", "off"),
         (

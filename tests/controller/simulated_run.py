@@ -126,6 +126,7 @@ class SimulatedLearner:
         self._raise_if_lost()
         self.num_steps += 1
         values = {field_info.name: 0.0 for field_info in fields(StepMetrics)}
+        values["entropy_coef"] = coefficients.entropy
         return StepMetrics(**values | {"value_loss": None, "explained_variance": None})
 
     async def abandon_step(self, *, discards_state: bool) -> None:

@@ -293,3 +293,16 @@ async def test_resume_ignores_groups_of_a_removed_environment(tmp_path: Path) ->
     await run.train(resume=True)
     assert {group.environment for group in run.batches[7]} == {"coins"}
     assert len(set(run.trained_indices)) == len(run.trained_indices)
+
+
+async def test_entropy_control_continues_after_a_stop_and_a_lost_learner(tmp_path: Path) -> None:
+    """The simulated learner reports an entropy of 0, so the coefficient rises in each step."""
+    control = {"target": 0.5, "change": 0.1, "max_coef": 10.0}
+    run = make_run(tmp_path, num_steps=7)
+    run.settings["algorithm"] = {"entropy_control": control}
+    await run.train()
+    run.settings["training"]["num_steps"] = NUM_STEPS
+    kill_learner_in_steps(run, 9)
+    await run.train(resume=True)
+    coefficients = [row.values["entropy_coef"] for row in run.rows]
+    assert coefficients == pytest.approx([0.1 * step for step in range(NUM_STEPS)])

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from ludus.proto.config import LanguageModelRun
+from ludus.trainer.run.checkpoint import RunState
 from ludus.trainer.run.schedule import CheckpointSchedule, compute_coefficients
 
 
@@ -63,6 +64,16 @@ def test_coefficients_reach_their_final_values_at_the_anneal_fraction() -> None:
     entropies = [compute_coefficients(run, step).entropy for step in range(11)]
     assert entropies == pytest.approx([0.1, 0.08, 0.06, 0.04, 0.02, *[0.0] * 6])
     assert {compute_coefficients(run, step).kl for step in range(11)} == {0.2}
+
+
+def test_entropy_control_acts_at_and_below_its_target() -> None:
+    control = {"target": 0.5, "change": 0.05, "min_coef": 0.05, "max_coef": 0.2}
+    run = make_run(9, algorithm={"entropy_coef": 0.1, "entropy_control": control})
+    state, coefficients = RunState(), []
+    for entropy in (0.6, 0.5, 0.4, 0.3, 0.3, 0.7, math.nan, 0.4, 0.4):
+        coefficients.append(compute_coefficients(run, state.step, state.entropy).entropy)
+        state.end_step(run.algorithm, entropy)
+    assert coefficients == pytest.approx([0, 0, 0.1, 0.15, 0.2, 0.2, 0, 0, 0.2])
 
 
 class FakeClock:

@@ -21,6 +21,7 @@ LEARNER_METRICS = StepMetrics(
     loss=0.25,
     grad_norm=1.0,
     learning_rate=1e-3,
+    entropy_coef=0.01,
     entropy=0.5,
     clip_ratio=0.0,
     mismatch_kl=1e-8,

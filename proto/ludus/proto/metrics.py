@@ -232,6 +232,7 @@ class TrainMetric(_Metric):
         _make_total("Updates that were skipped because their gradient was not finite."),
     )
     LEARNING_RATE = auto(), MetricSpec(Reduction.LAST, "", "Learning rate of the step.")
+    ENTROPY_COEF = auto(), MetricSpec(Reduction.LAST, "", "Coefficient of the entropy bonus.")
     NUM_TOKENS_TRAINED = auto(), _make_total("Sampled tokens in the loss.")
     NUM_TOKENS_IN_BATCH = auto(), _make_total("Tokens of all samples, including prompts.")
     NUM_TOKENS_FORWARDED = (

@@ -120,6 +120,29 @@ Correction = Annotated[
 ]
 
 
+class EntropyControl(Section):
+    """Control of the entropy bonus, which acts only while the entropy is at or below a target."""
+
+    target: PositiveFloat
+    """Mean entropy per sampled token, in nats. Choose a value near the entropy of the first
+    steps, below which the policy should not fall."""
+    change: PositiveFloat = 0.005
+    """Change of the coefficient after each step: up if the entropy of the step was at or below the
+    target, otherwise down."""
+    min_coef: NonNegativeFloat = 0.0
+    """Lowest coefficient."""
+    max_coef: NonNegativeFloat = 1.0
+    """Highest coefficient."""
+
+    @model_validator(mode="after")
+    def _check_range(self) -> Self:
+        if self.min_coef > self.max_coef:
+            raise ValueError(
+                f"min_coef = {self.min_coef} is above max_coef = {self.max_coef}; lower min_coef"
+            )
+        return self
+
+
 class _PolicyGradient(Section):
     zero_variance_groups: Literal["replace", "keep"] = "replace"
     """Treatment of groups whose rewards are all equal, and with credit = "turn" also the rewards of
@@ -150,6 +173,9 @@ class _PolicyGradient(Section):
     """Coefficient of the entropy bonus in the first step."""
     entropy_coef_final: NonNegativeFloat | None = None
     """Final coefficient of the entropy bonus, reached linearly. null keeps entropy_coef."""
+    entropy_control: EntropyControl | None = None
+    """Control that changes the coefficient of the entropy bonus from step to step, starting at
+    entropy_coef. null keeps to entropy_coef and entropy_coef_final."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL divergence: k2 or k3 in the loss, k1 in the reward."""
     kl_placement: Literal["loss", "reward"] = "loss"
@@ -186,6 +212,15 @@ class _PolicyGradient(Section):
                 "geometric_mask must be [low, high] with low < 1 < high, or it masks samples of "
                 f"the learner's own policy, got {list(self.geometric_mask)}; the default is "
                 "[0.5, 2.0]"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_entropy_control(self) -> Self:
+        if self.entropy_control is not None and self.entropy_coef_final is not None:
+            raise ValueError(
+                f"entropy_coef_final = {self.entropy_coef_final} has no effect, because "
+                "entropy_control changes the coefficient; remove one of them"
             )
         return self
 

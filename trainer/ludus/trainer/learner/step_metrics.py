@@ -59,6 +59,8 @@ class StepMetrics:
     grad_norm: float | None
     """Mean gradient norm of the applied updates; None if all updates were skipped."""
     learning_rate: float
+    entropy_coef: float
+    """Coefficient of the entropy bonus."""
     entropy: float
     clip_ratio: float
     """Share of sampled tokens whose ratio was clipped."""
@@ -180,6 +182,7 @@ def make_step_metrics(
         loss=float(terms.loss) / num_updates,
         grad_norm=float(np.mean(applied_norms)) if applied_norms else None,
         learning_rate=coefficients.learning_rate,
+        entropy_coef=coefficients.entropy,
         entropy=float(terms.entropy_sum) / num_tokens,
         clip_ratio=float(terms.num_clipped_tokens) / num_tokens,
         mismatch_kl=float(terms.mismatch_kl_sum) / num_tokens,

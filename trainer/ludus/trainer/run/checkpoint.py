@@ -31,6 +31,7 @@ from typing import Any, TypeVar
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
+from ludus.proto.config import AlgorithmConfig
 from ludus.proto.errors import CheckpointError, LudusError
 from ludus.proto.runs import PolicyResult, Summary
 from ludus.trainer.core.checksums import hash_file
@@ -40,6 +41,7 @@ from ludus.trainer.core.tensor_files import load_plain_values, require_regular_f
 from ludus.trainer.core.types import GroupSpec, RolloutGroup, SavedFile
 from ludus.trainer.data.counts import RolloutCounts
 from ludus.trainer.data.mixture import MixtureState
+from ludus.trainer.run.entropy_control import EntropyState
 
 _STATE_FILE = "state.json"
 _LEARNER_FILE = "agent.pt"
@@ -83,6 +85,8 @@ class RunState(SavedState):
     """Groups that waited for training."""
     counts: dict[str, RolloutCounts] = {}
     """Counts of what was played since the last batch, by environment."""
+    entropy: EntropyState | None = None
+    """State of the entropy bonus; None before the first step, or without entropy_control."""
     num_zero_variance_groups: int = 0
     """Number of groups of steps without variance, since the last step with variance."""
     games_played: int = 0
@@ -99,12 +103,20 @@ class RunState(SavedState):
     the checkpoint from which it restarted."""
     max_staleness_seen: int = 0
 
+    def end_step(self, algorithm: AlgorithmConfig, entropy: float) -> None:
+        """Count a trained step of this entropy."""
+        self.step += 1
+        if algorithm.entropy_control is not None:
+            state = self.entropy or EntropyState(coef=algorithm.entropy_coef)
+            self.entropy = state.observe(algorithm.entropy_control, entropy)
+
     def roll_back(self, earlier_state: RunState) -> None:
         """Return to the training state of `earlier_state`.
 
         Counts of events, such as played episodes and restarts, keep their values.
         """
         self.step = earlier_state.step
+        self.entropy = earlier_state.entropy
         self.games_trained = earlier_state.games_trained
         self.unfinished_groups = earlier_state.unfinished_groups
         self.buffered_groups = earlier_state.buffered_groups

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from ludus.proto.config import LanguageModelRun, LearnerConfig
 from ludus.proto.errors import ConfigError
 from ludus.trainer.core.types import Coefficients
+from ludus.trainer.run.entropy_control import EntropyState
 
 _NUM_DIGITS = 9
 """Decimal digits to which numbers of groups are rounded, so that 0.1 of 30 tasks is 3, not 4."""
@@ -77,13 +78,23 @@ def resolve_num_steps(run: LanguageModelRun, num_tasks: Mapping[str, int]) -> La
     return run.model_copy(update={"training": training.model_copy(update={"num_steps": num_steps})})
 
 
-def compute_coefficients(run: LanguageModelRun, step: int) -> Coefficients:
-    """Return the coefficients of the optimizer and the loss in training step `step`, from 0."""
+def compute_coefficients(
+    run: LanguageModelRun, step: int, entropy_state: EntropyState | None = None
+) -> Coefficients:
+    """Return the coefficients of the optimizer and the loss in training step `step`, from 0.
+
+    Args:
+        entropy_state: the state after the steps before; None before the first.
+    """
     algorithm, last_step = run.algorithm, max(1, run.training.num_steps - 1)
     progress = min(1.0, step / last_step / algorithm.anneal_fraction)
+    entropy_coef = _interpolate(algorithm.entropy_coef, algorithm.entropy_coef_final, progress)
+    if algorithm.entropy_control is not None:
+        state = entropy_state or EntropyState(coef=entropy_coef)
+        entropy_coef = state.choose_coef(algorithm.entropy_control)
     return Coefficients(
         learning_rate=_compute_learning_rate(run.learner, run.learning_rate, step, last_step),
-        entropy=_interpolate(algorithm.entropy_coef, algorithm.entropy_coef_final, progress),
+        entropy=entropy_coef,
         kl=_interpolate(algorithm.kl_coef, algorithm.kl_coef_final, progress),
     )
 

@@ -120,6 +120,11 @@ MAPPED_FIELDS: Mapping[str, tuple[Any, Any]] = {
     "scale_rewards": ("group", Literal[True, False, "group", "batch", "none"]),
     "loss_type": ("dapo", Literal["dapo", "grpo", "dr_grpo", "cispo"]),
     "entropy_coef": (0.0, NonNegativeFloat),
+    "use_adaptive_entropy": (False, bool),
+    "entropy_coef_min": (0.0, NonNegativeFloat),
+    "entropy_coef_max": (1.0, NonNegativeFloat),
+    "entropy_coef_delta": (0.005, PositiveFloat),
+    "entropy_target": (0.2, PositiveFloat),
     "max_tool_calling_iterations": (None, NonNegativeInt | None),
     "log_completions": (False, bool),
     "num_completions_to_print": (None, PositiveInt | None),
@@ -174,8 +179,6 @@ _IGNORED_BY_REASON = {
     " vespo_lambda_neg=2.0",
     "belongs to sync_ref_model, which is not supported": "ref_model_mixup_alpha=0.6"
     " ref_model_sync_steps=512",
-    "belongs to use_adaptive_entropy, which is not supported": "entropy_coef_min=0.0"
-    " entropy_coef_max=1.0 entropy_coef_delta=0.005 entropy_target=0.2",
     "models read only text": "log_multimodal=True",
 }
 """Ignored fields and their defaults, by the reason why the fields have no effect."""
@@ -215,7 +218,6 @@ _REFUSED_BY_REMEDY = {
     "let the reward function score the format": "vllm_structured_outputs_regex=None",
     "the reference is the starting policy": "sync_ref_model=False",
     "remove it, because all sampled tokens are trained on": "top_entropy_quantile=1.0",
-    "set entropy_coef": "use_adaptive_entropy=False",
     "set vllm_importance_sampling_mode = 'sequence_mask' with a clip_max": (
         "off_policy_mask_threshold=None"
     ),

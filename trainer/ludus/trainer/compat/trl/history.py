@@ -20,6 +20,7 @@ _METRIC_BY_TRL_NAME: Mapping[str, str] = {
     "reward_std": TrainMetric.REWARD_STD,
     "frac_reward_zero_std": TrainMetric.ZERO_VARIANCE_GROUP_RATIO,
     "entropy": TrainMetric.ENTROPY,
+    "entropy_coef": TrainMetric.ENTROPY_COEF,
     "kl": TrainMetric.REFERENCE_KL,
     "clip_ratio/region_mean": TrainMetric.CLIP_RATIO,
     "step_time": TrainMetric.STEP_S,

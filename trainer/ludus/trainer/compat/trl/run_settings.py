@@ -225,10 +225,22 @@ def _make_algorithm(args: GRPOConfig, correction: dict[str, Any]) -> dict[str, A
         "geometric_mask": None,
         "old_logprobs": "recompute",
         "entropy_coef": args.entropy_coef,
+        "entropy_control": _make_entropy_control(args),
         "kl_coef": args.beta,
         # TRL weights k3 by the ratio by default. Its expected gradient is then the gradient of the
         # divergence, as with k2. Without the weight, it is plain k3.
         "kl_estimator": "k2" if args.use_bias_correction_kl else "k3",
+    }
+
+
+def _make_entropy_control(args: GRPOConfig) -> dict[str, float] | None:
+    if not args.use_adaptive_entropy:
+        return None
+    return {
+        "target": args.entropy_target,
+        "change": args.entropy_coef_delta,
+        "min_coef": args.entropy_coef_min,
+        "max_coef": args.entropy_coef_max,
     }
 
 

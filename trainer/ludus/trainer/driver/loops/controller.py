@@ -278,21 +278,22 @@ class Controller:
 
     async def _train_on_batch(self, step: _RunningStep) -> None:
         start_s = time.monotonic()
-        coefficients = compute_coefficients(self.components.run, self.state.step)
+        run, state = self.components.run, self.state
+        coefficients = compute_coefficients(run, state.step, state.entropy)
         batch = step.batch.batch
         assert batch is not None
-        is_step_long = self._train_s > self.components.run.training.stop_grace_s
+        is_step_long = self._train_s > run.training.stop_grace_s
         outcome = await self.components.learners.train_step(
             batch,
             coefficients,
-            keeps_restore_point=is_step_long and self.state.step != self._checkpointing.saved_step,
+            keeps_restore_point=is_step_long and state.step != self._checkpointing.saved_step,
         )
         if isinstance(outcome, AbandonedStep):
             step.abandonment = outcome
             return
         step.metrics, self._train_s = outcome, time.monotonic() - start_s
         step.times = replace(step.times, train_s=self._train_s)
-        self.state.step += 1
+        state.end_step(run.algorithm, outcome.entropy)
 
     async def _abandon_when_overdue(self, training_task: asyncio.Task[None]) -> None:
         """Wait until the learner's step has ended; after a stop request, end it early."""
