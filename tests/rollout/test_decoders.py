@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ludus.trainer.core.interfaces import EngineOutput, EngineRequest
 from ludus.trainer.core.types import Sampling
 from ludus.trainer.rollout.engines.decoders import PaddedDecoder, UniformDecoder, make_decoder
+from ludus.trainer.rollout.engines.prefixes import BLOCK_TOKENS, find_shared_beginnings
 from ludus.trainer.rollout.engines.transformers_engine import TransformersEngine
 from tests.rollout.engine_pair import add_noise, complete, compute_max_error, drain
 
@@ -68,6 +71,41 @@ def test_logprobs_equal_full_passes(model_type: str) -> None:
     ]
     outputs |= complete(engine, next_requests)
     assert compute_max_error(model, requests + next_requests, outputs) < 1e-5
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_logprobs_after_shared_beginnings_equal_full_passes(model_type: str) -> None:
+    model, rng = make_model(model_type), random.Random(1)
+    long_beginning = [rng.randrange(3, 96) for _ in range(53)]
+    beginnings = [long_beginning, long_beginning[:36], [*range(3, 23)], [4]]
+    prompts = [
+        beginnings[i % 4] + [rng.randrange(3, 96) for _ in range(rng.randrange(1, 30))]
+        for i in range(16)
+    ]
+    requests = [EngineRequest(i, ids, Sampling(1.0, 8), seed=i) for i, ids in enumerate(prompts)]
+    outputs = complete(TransformersEngine(model, end_token_ids=[1]), requests)
+    assert compute_max_error(model, requests, outputs) < 1e-5
+
+
+@given(
+    sequences=st.lists(
+        st.builds(
+            lambda start, num_tokens, tail: [start] * num_tokens + tail,
+            st.integers(0, 1),
+            st.integers(0, 60),
+            st.lists(st.integers(0, 2), max_size=20),
+        ),
+        max_size=12,
+    )
+)
+def test_shared_beginnings_are_whole_blocks_of_several_sequences(
+    sequences: list[list[int]],
+) -> None:
+    for beginning in find_shared_beginnings(sequences):
+        length = len(beginning)
+        assert length > 0
+        assert length % BLOCK_TOKENS == 0
+        assert sum(sequence[:length] == beginning for sequence in sequences) > 1
 
 
 def test_models_that_cannot_be_padded_use_uniform_batches() -> None:

@@ -99,6 +99,20 @@ def test_batch_size_is_limited(model_path: str) -> None:
     assert max(num_rows for num_rows, _ in batch_sizes) == 2
 
 
+def test_shared_instructions_are_computed_once(model_path: str) -> None:
+    instructions = list(range(3, 43))
+    prompts = [[*instructions, 50 + i, 60 + i] for i in range(6)]
+    requests = [EngineRequest(i, ids, Sampling(1.0, 3), seed=i) for i, ids in enumerate(prompts)]
+    engine = make_transformers_engine(model_path)
+    shapes = record_shapes(engine)
+    outputs = complete(engine, requests)
+    assert shapes[:2] == [(1, 32), (6, 10)]  # two blocks of 16 tokens, then the remaining tokens
+    for request in requests:
+        expected = complete(make_transformers_engine(model_path), [request])[request.request_id]
+        assert outputs[request.request_id].token_ids == expected.token_ids
+        assert outputs[request.request_id].logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+
+
 def test_next_turn_computes_only_new_tokens(model_path: str) -> None:
     prompt = list(range(3, 40))
     engine, empty_engine = (make_transformers_engine(model_path) for _ in range(2))

@@ -19,7 +19,12 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ludus.trainer.rollout.engines.grouped_attention import use_grouped_attention
 from ludus.trainer.rollout.engines.key_values import KeyValueRows, KeyValueShape
-from ludus.trainer.rollout.engines.prefixes import PrefixStore, StoredPrefix
+from ludus.trainer.rollout.engines.prefixes import (
+    BLOCK_TOKENS,
+    PrefixStore,
+    StoredPrefix,
+    find_shared_beginnings,
+)
 
 _NUM_SPARE_COLUMNS = 64
 """Maximum number of unused columns that are allocated for the next tokens."""
@@ -97,16 +102,15 @@ class PaddedDecoder:
 
     @torch.inference_mode()
     def add(self, sequences: Sequence[Sequence[int]], max_new_tokens: int) -> Tensor:
-        """Add sequences; equal sequences are computed once, and stored beginnings not at all."""
+        """Add sequences; what they share is computed once, and stored beginnings not at all."""
         index_by_sequence: dict[tuple[int, ...], int] = {}
         indices = [
             index_by_sequence.setdefault(tuple(sequence), len(index_by_sequence))
             for sequence in sequences
         ]
-        prefills = [
-            _Prefill(index, sequence, self._prefixes.find(sequence))
-            for sequence, index in index_by_sequence.items()
-        ]
+        if self._prefixes.is_enabled:
+            self._store_shared_beginnings(list(index_by_sequence))
+        prefills = self._make_prefills(list(index_by_sequence))
         parts: list[KeyValueRows] = []
         logits: list[Tensor] = []
         part_row_by_index: dict[int, tuple[int, int]] = {}
@@ -138,6 +142,21 @@ class PaddedDecoder:
         """Remove all sequences, stored beginnings included."""
         self._rows = KeyValueRows(self._shape, [], 0, 0)
         self._prefixes.clear()
+
+    def _make_prefills(self, sequences: Sequence[Sequence[int]]) -> list[_Prefill]:
+        return [
+            _Prefill(index, sequence, self._prefixes.find(sequence))
+            for index, sequence in enumerate(sequences)
+        ]
+
+    def _store_shared_beginnings(self, sequences: Sequence[Sequence[int]]) -> None:
+        """Compute and store beginnings that several sequences share and that are not stored."""
+        prefills = self._make_prefills(find_shared_beginnings(sequences))
+        prefills = [prefill for prefill in prefills if prefill.num_new_tokens > BLOCK_TOKENS]
+        for batch in _split_prefills(prefills):
+            rows, _ = self._prefill(batch)
+            token_ids = [prefill.token_ids for prefill in batch]
+            self._prefixes.add(token_ids, rows.values, rows.starts)
 
     def _prefill(self, batch: Sequence[_Prefill]) -> tuple[KeyValueRows, Tensor]:
         """Return the keys and values of the sequences, and the logits of their next tokens.

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-_BLOCK_TOKENS = 16
+BLOCK_TOKENS = 16
+"""Number of tokens of a block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +109,40 @@ class PrefixStore:
                 del self._prefixes[key]
 
 
+def find_shared_beginnings(sequences: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    """Return beginnings of whole blocks that several sequences share.
+
+    Neighbours in lexicographic order form a group while it shares at least half of what its first
+    sequences share, so that a long beginning of a few is not given up for a short one of many.
+    """
+    beginnings: list[Sequence[int]] = []
+    ordered = sorted(sequences)
+    first, num_shared = 0, 0
+    for index in range(1, len(ordered) + 1):
+        num_common = _count_common(ordered[index - 1], ordered[index]) if ordered[index:] else 0
+        num_common = min(num_common, num_shared or num_common)
+        if num_common and 2 * num_common >= num_shared:
+            num_shared = num_common
+            continue
+        if num_shared:
+            beginnings.append(ordered[first][:num_shared])
+        first, num_shared = index, 0
+    return beginnings
+
+
+def _count_common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the number of tokens in the blocks with which both sequences begin."""
+    num_tokens = 0
+    for first_id, second_id in zip(first, second, strict=False):
+        if first_id != second_id:
+            break
+        num_tokens += 1
+    return num_tokens - num_tokens % BLOCK_TOKENS
+
+
 def _hash_blocks(sequence: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield the number of tokens and the hash of each beginning that consists of whole blocks."""
     key = 0
-    for end in range(_BLOCK_TOKENS, len(sequence) + 1, _BLOCK_TOKENS):
-        key = hash((key, tuple(sequence[end - _BLOCK_TOKENS : end])))
+    for end in range(BLOCK_TOKENS, len(sequence) + 1, BLOCK_TOKENS):
+        key = hash((key, tuple(sequence[end - BLOCK_TOKENS : end])))
         yield end, key
