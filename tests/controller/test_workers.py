@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import ray
 
 from ludus.proto.errors import CanaryError, EngineLostError, WeightSyncError, WorkerStartError
 from ludus.trainer.actors import roster
@@ -116,11 +117,23 @@ async def use_slots_forever(workers: RolloutWorkers) -> None:
         await asyncio.sleep(0)
 
 
-async def test_worker_with_a_failed_engine_is_replaced(
-    monkeypatch: pytest.MonkeyPatch,
+def make_memory_error() -> Exception:
+    """Return the error of a call whose argument is the result of a process without memory."""
+    cause = ray.exceptions.OutOfMemoryError("the node is low on memory")
+    return ray.exceptions.RayTaskError("BufferActor.put", "", cause).as_instanceof_cause()
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        pytest.param(EngineLostError("the engine has failed: OutOfMemoryError"), id="engine"),
+        pytest.param(make_memory_error(), id="process"),
+    ],
+)
+async def test_worker_that_fails_while_it_plays_is_replaced(
+    failure: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fleet = FakeFleet()
-    failure = EngineLostError("the engine has failed: OutOfMemoryError: 20 GiB")
 
     async def fail(actor: FakeActor) -> None:
         actor.kill(failure)

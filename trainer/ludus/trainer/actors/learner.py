@@ -247,7 +247,7 @@ class LearnerGroup(Learners):
         results = gather_or_cancel(*(_call_rank(rank, method, *args) for rank in ranks))
         try:
             return await wait_with_limit(results, description, timeout_s=timeout_s, setting=setting)
-        except ray.exceptions.RayActorError as error:
+        except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
             self.close()
             raise LearnerLostError(
                 f"a learner rank died in '{method}': {describe_failure(error)}"

@@ -32,8 +32,14 @@ from ludus.trainer.weights.canary import CanaryJudge, WorkerWeights
 
 _log = logging.getLogger(__name__)
 
-LOST_ERRORS = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, EngineLostError)
-"""Errors of a call whose worker, engine or machine is lost."""
+LOST_ERRORS = (
+    ray.exceptions.RayActorError,
+    ray.exceptions.ObjectLostError,
+    ray.exceptions.OutOfMemoryError,
+    EngineLostError,
+)
+"""Errors of a call whose worker, engine or machine is lost. Ray kills the process that uses the
+most memory before a machine has none left."""
 
 _MAX_DESCRIBED = 4
 """Maximum number of workers that a description lists."""
