@@ -108,10 +108,10 @@ def make_folder(folder: Path, *, tie_embeddings: bool) -> str:
     return str(folder)
 
 
-def make_transformers_engine(path: str, *, max_batch_size: int = 1024) -> TransformersEngine:
+def make_transformers_engine(path: str, **limits: int) -> TransformersEngine:
     """Return a transformers engine with the model in `path`."""
     model = load_language_model(path)
-    return TransformersEngine(model, end_token_ids=[END_TOKEN_ID], max_batch_size=max_batch_size)
+    return TransformersEngine(model, end_token_ids=[END_TOKEN_ID], **limits)
 
 
 def make_vllm_engine(path: str, *, restricts_to_answers: bool = False) -> Engine:

@@ -99,6 +99,32 @@ def test_batch_size_is_limited(model_path: str) -> None:
     assert max(num_rows for num_rows, _ in batch_sizes) == 2
 
 
+def test_memory_of_the_batch_is_limited(model_path: str) -> None:
+    """Sequences of 20,000 tokens take 20 MB each, so that two of them fit in 50 MiB."""
+    engine = make_transformers_engine(model_path, kv_cache_mib=50)
+    batch_sizes = record_shapes(engine)
+    long = [EngineRequest(i, [5, 6 + i], Sampling(1.0, 20_000), seed=i) for i in range(4)]
+    short = [EngineRequest(9, [7, 8], Sampling(1.0, 2), seed=9)]
+    for request in [*long, *short]:
+        engine.submit(request)
+    finished = [output.request_id for _ in range(50) for output in engine.step()]
+    engine.abort(set(range(4)))
+    assert finished == []  # the short request does not overtake the waiting long ones
+    assert max(num_rows for num_rows, _ in batch_sizes) == 2
+    assert [output.request_id for output in drain(engine).values()] == [9]
+
+
+def test_request_larger_than_the_limit_runs_alone(model_path: str) -> None:
+    engine = make_transformers_engine(model_path, kv_cache_mib=1)
+    requests = [EngineRequest(i, [5, 6], Sampling(1.0, 2000), seed=i) for i in range(2)]
+    batch_sizes = record_shapes(engine)
+    for request in requests:
+        engine.submit(request)
+    for _ in range(5):
+        engine.step()
+    assert batch_sizes == [(1, 2), *[(1, 1)] * 4]
+
+
 def test_shared_instructions_are_computed_once(model_path: str) -> None:
     instructions = list(range(3, 43))
     prompts = [[*instructions, 50 + i, 60 + i] for i in range(6)]

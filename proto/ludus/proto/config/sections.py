@@ -163,6 +163,9 @@ class TransformersGenerator(Section):
     kind: Literal["transformers"] = "transformers"
     max_batch_size: PositiveInt = 1024
     """Maximum number of sequences decoded at once."""
+    kv_cache_mib: PositiveInt = 2048
+    """Memory for the keys and values of the sequences decoded at once, in MiB. Other requests wait.
+    When requests join, up to twice as much is in use for a moment."""
     prefix_cache_mib: NonNegativeInt = 256
     """Memory for the keys and values of completed turns, in MiB. The next turn of a conversation
     computes only its new tokens. 0 computes all tokens again."""

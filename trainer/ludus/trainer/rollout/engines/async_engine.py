@@ -274,6 +274,7 @@ def make_engine(run: LanguageModelRun, model_path: str, chat: ChatTokenizer) -> 
                 model,
                 end_token_ids=chat.end_token_ids,
                 max_batch_size=run.generator.max_batch_size,
+                kv_cache_mib=run.generator.kv_cache_mib,
                 prefix_cache_mib=run.generator.prefix_cache_mib,
             )
         case VllmGenerator():

@@ -32,6 +32,8 @@ _MAX_PADDING_SHARE = 0.25
 _MAX_PADDING_TOKENS = 64
 """Padded tokens that a prefill may have beyond the share; a pass costs as much as so many."""
 _MAX_PREFILL_TOKENS = 8192
+_MAX_COPIED_ROWS = 32
+"""Maximum number of rows that are copied at once, because the copy needs memory, too."""
 _MAX_PROBE_ERROR = 0.1
 """Largest difference of logits that passes as rounding, in standard deviations of the logits."""
 _PADDABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -43,6 +45,8 @@ class Decoder(Protocol):
 
     accepts_any_length: bool
     """True if sequences of different lengths can be added, at any time."""
+    bytes_per_token: int
+    """Size of the keys and values of a token."""
 
     def add(self, sequences: Sequence[Sequence[int]], max_new_tokens: int) -> Tensor:
         """Add sequences; return their logits of the next token, [N, V] float32."""
@@ -97,6 +101,7 @@ class PaddedDecoder:
     def __init__(self, model: PreTrainedModel, shape: KeyValueShape, max_prefix_bytes: int) -> None:
         self._model = model
         self._shape = shape
+        self.bytes_per_token = shape.bytes_per_token
         self._rows = KeyValueRows(shape, [], 0, 0)
         self._prefixes = PrefixStore(max_prefix_bytes)
 
@@ -215,6 +220,7 @@ class PaddedDecoder:
             last_row = first_row
             while last_row < len(sources) and sources[last_row] is source:
                 last_row += 1
+            last_row = min(last_row, first_row + _MAX_COPIED_ROWS)
             rows.write_rows(first_row, source.read_rows(numbers[first_row:last_row]))
             first_row = last_row
         self._rows = rows
@@ -228,6 +234,11 @@ class UniformDecoder:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._cache = DynamicCache(config=model.config)
+        config = model.config.get_text_config()
+        # At most as much as if every layer had a key and a value for every head.
+        self.bytes_per_token = (
+            2 * config.num_hidden_layers * config.hidden_size * model.dtype.itemsize
+        )
 
     @torch.inference_mode()
     def add(self, sequences: Sequence[Sequence[int]], max_new_tokens: int) -> Tensor:

@@ -30,6 +30,11 @@ class KeyValueShape:
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Size of the keys and values of a token."""
+        return 2 * self.num_layers * self.num_heads * self.head_size * self.dtype.itemsize
+
     def allocate(self, num_rows: int, num_columns: int) -> Tensor:
         """Return [2, layers, rows, heads, columns, head size] with arbitrary values."""
         sizes = (2, self.num_layers, num_rows, self.num_heads, num_columns, self.head_size)

@@ -45,6 +45,11 @@ class _Completion:
         return [*self.request.prompt_ids, *self.token_ids]
 
     @property
+    def max_length(self) -> int:
+        """Number of tokens of the prompt and of the longest completion."""
+        return len(self.request.prompt_ids) + self.request.sampling.max_tokens
+
+    @property
     def num_tokens_left(self) -> int:
         """Number of tokens until the limit."""
         return self.request.sampling.max_tokens - len(self.token_ids)
@@ -59,6 +64,7 @@ class TransformersEngine:
         *,
         end_token_ids: Collection[int],
         max_batch_size: int = 1024,
+        kv_cache_mib: int = 2048,
         prefix_cache_mib: int = 256,
     ) -> None:
         self.model = model.eval()
@@ -68,6 +74,8 @@ class TransformersEngine:
         self._end_token_ids = frozenset(end_token_ids)
         self._max_batch_size = max_batch_size
         self._decoder = make_decoder(self.model, prefix_cache_mib * 2**20)
+        self._max_batch_tokens = kv_cache_mib * 2**20 // self._decoder.bytes_per_token
+        """Maximum number of sequences times the length of the longest one."""
         self._waiting: list[_Completion] = []
         """Requests that are not in the batch, from the oldest to the newest."""
         self._batch: list[_Completion] = []
@@ -158,12 +166,23 @@ class TransformersEngine:
         length = len(self._waiting[0].sequence)
         joining: list[_Completion] = []
         remaining: list[_Completion] = []
-        for completion in self._waiting:
+        for completion in self._waiting[: self._count_fitting()]:
             fits = self._decoder.accepts_any_length or len(completion.sequence) == length
             can_join = fits and len(joining) < num_free
             (joining if can_join else remaining).append(completion)
-        self._waiting = remaining
+        self._waiting = remaining + self._waiting[len(joining) + len(remaining) :]
         return joining
+
+    def _count_fitting(self) -> int:
+        """Return the number of the oldest waiting requests that fit in memory with the batch."""
+        num_rows = len(self._batch)
+        longest = max((completion.max_length for completion in self._batch), default=0)
+        for num_fitting, completion in enumerate(self._waiting):
+            longest = max(longest, completion.max_length)
+            num_rows += 1
+            if num_rows > 1 and num_rows * longest > self._max_batch_tokens:
+                return num_fitting
+        return len(self._waiting)
 
     def _sample(self, logits: Tensor) -> None:
         """Append a token to each completion of the batch."""
