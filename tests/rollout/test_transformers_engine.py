@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from ludus.trainer.core.interfaces import Engine, EngineRequest
 from ludus.trainer.core.types import Sampling
+from ludus.trainer.rollout.engines.key_values import KeyValueRows
 from tests.rollout.engine_pair import (
     add_noise,
     complete,
@@ -112,6 +114,25 @@ def test_memory_of_the_batch_is_limited(model_path: str) -> None:
     assert finished == []  # the short request does not overtake the waiting long ones
     assert max(num_rows for num_rows, _ in batch_sizes) == 2
     assert [output.request_id for output in drain(engine).values()] == [9]
+
+
+def count_batches() -> int:
+    """Return the number of batches of keys and values in memory."""
+    return sum(isinstance(item, KeyValueRows) for item in gc.get_objects())
+
+
+def test_memory_is_free_without_the_garbage_collector(model_path: str) -> None:
+    engine = make_transformers_engine(model_path)
+    gc.collect()
+    gc.disable()
+    num_before = count_batches()
+    try:
+        for number in range(8):
+            ids = [5, 6 + number]
+            complete(engine, [EngineRequest(number, ids, Sampling(1.0, 3), seed=number)])
+        assert count_batches() == num_before
+    finally:
+        gc.enable()
 
 
 def test_request_larger_than_the_limit_runs_alone(model_path: str) -> None:

@@ -11,6 +11,7 @@ and a row is removed by moving the last row to its place. Nothing is copied for 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -116,7 +117,8 @@ class _Layer(CacheLayerMixin):
 
     def __init__(self, rows: KeyValueRows, index: int) -> None:
         super().__init__()
-        self._rows = rows
+        # A weak reference, so that the memory is free as soon as the rows are not needed.
+        self._rows = weakref.proxy(rows)
         self._index = index
         self.is_initialized = True
 

@@ -116,7 +116,7 @@ def find_shared_beginnings(sequences: Sequence[Sequence[int]]) -> list[Sequence[
     sequences share, so that a long beginning of a few is not given up for a short one of many.
     """
     beginnings: list[Sequence[int]] = []
-    ordered = sorted(sequences)
+    ordered = sorted(sequences, key=tuple)
     first, num_shared = 0, 0
     for index in range(1, len(ordered) + 1):
         num_common = _count_common(ordered[index - 1], ordered[index]) if ordered[index:] else 0
