@@ -22,7 +22,7 @@ from ludus.trainer.sft.conversations import (
     split_conversations,
 )
 from ludus.trainer.sft.examples import read_examples
-from tests.rollout.chat_templates import FAMILIES, OPEN_THOUGHT, QWEN3, QWEN25, Family
+from tests.rollout.chat_templates import CHANNELS, FAMILIES, OPEN_THOUGHT, QWEN3, QWEN25, Family
 from tests.rollout.chat_templates import make_family_tokenizer as make_tokenizer
 from tests.sft.chats import write_rows
 
@@ -152,6 +152,23 @@ def test_template_that_opens_a_thought_refuses_responses_without_one(tmp_path: P
     tokenizer = ChatTokenizer(make_tokenizer(OPEN_THOUGHT), enable_thinking=True)
     with pytest.raises(ConfigError, match=r"row 1: .* starts a thought .* add the thought"):
         encode_chat(tmp_path, tokenizer, TALK)
+
+
+@pytest.mark.parametrize(
+    "response",
+    ["HIT", "<|final|>HIT", "<|thoughts|>low<|end|><|start|>assistant<|final|>HIT"],
+)
+def test_response_has_the_special_tokens_around_thoughts_and_answers(
+    response: str, tmp_path: Path
+) -> None:
+    tokenizer = make_tokenizer(CHANNELS)
+    chat = ChatTokenizer(tokenizer, keep_thinking=False)
+    talk: list[Message] = [{"role": "user", "content": "16 <|final|>"}]
+    talk.append({"role": "assistant", "content": response})
+    conversations = encode_chat(tmp_path, chat, talk)
+    trained_ids = conversations.token_ids[conversations.is_trained].tolist()
+    text = response if "<|final|>" in response else f"<|final|>{response}"
+    assert trained_ids == tokenizer.encode(f"{text}<|return|>", add_special_tokens=False)
 
 
 def test_long_conversations_are_refused_dropped_or_truncated(

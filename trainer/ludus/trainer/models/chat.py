@@ -29,7 +29,7 @@ from ludus.proto.errors import ActionParseError
 from ludus.trainer.models.messages import list_results, make_template_calls
 from ludus.trainer.models.probes import find_template_specials
 from ludus.trainer.models.sized_cache import SizedCache, measure_entry
-from ludus.trainer.models.special_tokens import TextTokenizer
+from ludus.trainer.models.special_tokens import TextTokenizer, list_special_tokens
 from ludus.trainer.models.template import ChatTemplate
 from ludus.trainer.models.thoughts import THINK, ThoughtForm
 from ludus.trainer.models.tool_calls import CallForm, ToolCall, ToolSpec
@@ -76,6 +76,10 @@ class ChatTokenizer:
         control_text = self._template.render_every_role()
         kept_tokens = find_template_specials(tokenizer, control_text)
         self._completion_texts = TextTokenizer(tokenizer, kept_tokens=kept_tokens)
+        # A response to learn may also contain the special tokens around thoughts and answers.
+        marks = self.thoughts.start + self.thoughts.end + self.thoughts.answer_start
+        mark_tokens = [token for token in list_special_tokens(tokenizer) if token in marks]
+        self._response_texts = TextTokenizer(tokenizer, kept_tokens=[*kept_tokens, *mark_tokens])
         self.end_token_id: int = self._template.end_token_id
         """The token that ends a turn in the template."""
         self.end_token_ids = frozenset((self.end_token_id, tokenizer.eos_token_id, *end_token_ids))
@@ -203,7 +207,7 @@ class ChatTokenizer:
         if not add_prefix and not prefix.isspace():
             prefix = ""
         return [
-            *self._encode(prefix + self._completion_texts.break_specials(text)),
+            *self._encode(prefix + self._response_texts.break_specials(text)),
             self.end_token_id,
         ]
 

@@ -191,7 +191,9 @@ class _Encoder:
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer, self._thoughts = tokenizer, tokenizer.thoughts
         prompt = tokenizer.render_prompt([{"role": "user", "content": "-"}]).rstrip()
-        self._has_empty_thought = bool(self._thoughts.end) and prompt.endswith(self._thoughts.end)
+        # If thoughts are separate messages, their end is also the start of an ordinary answer.
+        has_thought_tags = bool(self._thoughts.end) and not self._thoughts.answer_start
+        self._has_empty_thought = has_thought_tags and prompt.endswith(self._thoughts.end)
 
     def encode(self, example: ChatExample) -> list[TrainingSample]:
         """Return the sequences of an example.
@@ -208,13 +210,22 @@ class _Encoder:
             raise ConfigError(f"{example.location}: {error}") from error
 
     def _fit_thoughts(self, exchange: Exchange) -> Exchange:
-        """Return the exchange without the start of a thought that the prompt already contains."""
+        """Return the exchange with the response that the policy would sample.
+
+        The start of a thought that the prompt already contains is removed. Text that the template
+        writes before every answer, and not into the prompt, is added.
+        """
         response, thoughts = exchange.response, self._thoughts
         if self._has_empty_thought and thoughts.end in response:
             raise ConfigError(
                 "the chat template puts an empty thought before the response, but the response "
                 f"contains {thoughts.end}; set model.enable_thinking = true, or remove the thought"
             )
+        answer_start = thoughts.answer_start
+        if answer_start and answer_start not in response:
+            if not self._tokenizer.call_form.find_blocks(response):
+                response = answer_start + response
+            return Exchange(exchange.messages, response, exchange.tools)
         if not thoughts.is_open:
             return exchange
         if thoughts.end not in response:
