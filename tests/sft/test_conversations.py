@@ -22,7 +22,16 @@ from ludus.trainer.sft.conversations import (
     split_conversations,
 )
 from ludus.trainer.sft.examples import read_examples
-from tests.rollout.chat_templates import CHANNELS, FAMILIES, OPEN_THOUGHT, QWEN3, QWEN25, Family
+from tests.rollout.chat_templates import (
+    CALL_IDS,
+    CHANNELS,
+    FAMILIES,
+    NEXT_ROLE,
+    OPEN_THOUGHT,
+    QWEN3,
+    QWEN25,
+    Family,
+)
 from tests.rollout.chat_templates import make_family_tokenizer as make_tokenizer
 from tests.sft.chats import write_rows
 
@@ -129,6 +138,37 @@ def test_tools_and_their_results_are_those_of_a_rollout(tmp_path: Path) -> None:
     conversations = encode_chat(tmp_path, tokenizer, messages, [TOOL])
     assert list_sequences(conversations) == play(tokenizer, messages, [TOOL], opens=False)
     assert '"name": "draw"' in tokenizer.tokenizer.decode(conversations.token_ids)
+
+
+def test_result_of_a_call_has_the_form_of_the_template(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(CALL_IDS)
+    messages: list[Message] = [
+        {"role": "user", "content": "Draw."},
+        {"role": "assistant", "content": "[TOOL_CALLS]draw[CALL_ID]abc[ARGS]{}"},
+        {"role": "tool", "content": "7"},
+        {"role": "assistant", "content": "It is 7."},
+    ]
+    conversations = encode_chat(tmp_path, ChatTokenizer(tokenizer), messages, [TOOL])
+    text = tokenizer.decode(conversations.token_ids)
+    assert "[ARGS]{}<|end|>result of abc: 7<|end|>assistant: It is 7.<|end|>" in text
+
+
+def test_response_before_a_result_ends_with_the_token_of_the_template(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(NEXT_ROLE)
+    end_ids = tokenizer.convert_tokens_to_ids(["<|user|>", "<|observation|>"])
+    messages: list[Message] = [
+        {"role": "user", "content": "Draw."},
+        {"role": "assistant", "content": "draw"},
+        {"role": "tool", "content": "7"},
+        {"role": "assistant", "content": "It is 7."},
+    ]
+    chat = ChatTokenizer(tokenizer, end_token_ids=end_ids)
+    conversations = encode_chat(tmp_path, chat, messages)
+    assert tokenizer.decode(conversations.token_ids) == (
+        "<|user|>Draw.<|assistant|>draw<|observation|>7<|assistant|>It is 7.<|user|>"
+    )
+    trained_ids = conversations.token_ids[conversations.is_trained].tolist()
+    assert tokenizer.decode(trained_ids) == "draw<|observation|>It is 7.<|user|>"
 
 
 def test_trained_tokens_are_exactly_the_responses_with_their_end(tmp_path: Path) -> None:

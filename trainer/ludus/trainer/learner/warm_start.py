@@ -76,12 +76,17 @@ def tokenize_conversation(tokenizer: ChatTokenizer, conversation: Conversation) 
     """Tokenize a conversation, and mark the tokens of its responses as sampled."""
     token_ids: list[int] = []
     loss_mask: list[bool] = []
-    for exchange in conversation:
+    next_messages = [*(exchange.messages for exchange in conversation[1:]), list[Message]()]
+    for exchange, followers in zip(conversation, next_messages, strict=True):
         if token_ids:
-            prompt_ids = tokenizer.encode_next_prompt(exchange.messages, has_end_token=True)
+            prompt_ids = tokenizer.encode_next_prompt(
+                exchange.messages, has_end_token=True, end_token_id=token_ids[-1]
+            )
         else:
             prompt_ids = tokenizer.encode_first_prompt(exchange.messages, exchange.tools)
-        response_ids = tokenizer.encode_completion(exchange.response)
+        response_ids = tokenizer.encode_completion(
+            exchange.response, end_token_id=tokenizer.find_end_token(followers)
+        )
         token_ids += prompt_ids + response_ids
         loss_mask += [False] * len(prompt_ids) + [True] * len(response_ids)
     return make_unscored_sample(token_ids, loss_mask)

@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
 from ludus.env import Message
 from ludus.proto.config import ModelConfig, PretrainedModel
-from ludus.proto.errors import ActionParseError
+from ludus.proto.errors import ActionParseError, ConfigError
 from ludus.trainer.models.messages import list_results, make_template_calls
 from ludus.trainer.models.probes import find_template_specials
 from ludus.trainer.models.sized_cache import SizedCache, measure_entry
@@ -197,7 +198,24 @@ class ChatTokenizer:
         """
         return list(self._encode(text))
 
-    def encode_completion(self, text: str, *, add_prefix: bool = False) -> list[int]:
+    def find_end_token(self, messages: Sequence[Message]) -> int:
+        """Return the token that ends a completion if these messages follow.
+
+        Some templates end a completion with another token if the result of a tool follows.
+        """
+        if not messages or messages[0]["role"] != "tool":
+            return self.end_token_id
+        with suppress(ConfigError):
+            text = self._template.render_next_prompt(self._break_messages(messages))
+            token_id = self._template.find_special(text)
+            if token_id in self.end_token_ids:
+                assert token_id is not None
+                return token_id
+        return self.end_token_id
+
+    def encode_completion(
+        self, text: str, *, add_prefix: bool = False, end_token_id: int | None = None
+    ) -> list[int]:
         """Return the tokens of a completion as the policy would sample it, with the end token.
 
         With `add_prefix`, include any text that the template adds, such as an empty thought. A
@@ -208,7 +226,7 @@ class ChatTokenizer:
             prefix = ""
         return [
             *self._encode(prefix + self._response_texts.break_specials(text)),
-            self.end_token_id,
+            self.end_token_id if end_token_id is None else end_token_id,
         ]
 
     def is_surely_longer(self, texts: Iterable[str], num_chars: int, max_tokens: int) -> bool:

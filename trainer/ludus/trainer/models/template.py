@@ -129,11 +129,11 @@ class ChatTemplate:
         In many models the two differ (Gemma, Phi). In GLM a turn ends with the next role's token.
         """
         _, text_after = self.text_around_completion
-        token_id = self._find_special(text_after)
+        token_id = self.find_special(text_after)
         if token_id is not None:
             return token_id
         with suppress(ConfigError):
-            next_token_id = self._find_special(self.render_next_prompt([USER_MESSAGE]))
+            next_token_id = self.find_special(self.render_next_prompt([USER_MESSAGE]))
             if next_token_id in self._end_token_ids:
                 assert next_token_id is not None
                 return next_token_id
@@ -143,7 +143,7 @@ class ChatTemplate:
     def ends_turns(self) -> bool:
         """True if the text between two turns starts with the end token."""
         text = self.render_next_prompt([USER_MESSAGE])
-        return self._find_special(text) == self.end_token_id
+        return self.find_special(text) == self.end_token_id
 
     @cached_property
     def text_around_completion(self) -> tuple[str, str]:
@@ -257,7 +257,7 @@ class ChatTemplate:
             return
         _, between, tail = text.split(PLACEHOLDER)
         end_text = self._tokenizer.decode([self.end_token_id])
-        has_end = self._find_special(self.text_around_completion[1]) is not None
+        has_end = self.find_special(self.text_around_completion[1]) is not None
         is_ended = not has_end or tail.lstrip().startswith(end_text)
         if not is_ended or self._normalize(between) != self._normalize(tail):
             raise self._make_refusal(
@@ -285,7 +285,7 @@ class ChatTemplate:
             text = text.replace(mark, "") if mark else text
         return text.rstrip()
 
-    def _find_special(self, text: str) -> int | None:
+    def find_special(self, text: str) -> int | None:
         """Return the special token at the start of a text; None if there is none."""
         special_tokens = self._tokenizer.added_tokens_decoder
         for token_id in self._tokenizer.encode(text.lstrip(), add_special_tokens=False)[:1]:

@@ -15,21 +15,23 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise, takewhile
 
 import numpy as np
 
 from ludus.env import Message
 from ludus.proto.config import SftData
-from ludus.proto.errors import ConfigError
+from ludus.proto.errors import ActionParseError, ConfigError
 from ludus.trainer.core.streams import Stream, make_random
 from ludus.trainer.core.types import Batch, TrainingSample
 from ludus.trainer.data.batch import collate
 from ludus.trainer.learner.micro_batches import make_unscored_sample
 from ludus.trainer.learner.warm_start import Exchange, tokenize_conversation
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.models.messages import mark_completion
+from ludus.trainer.models.messages import make_result, mark_completion
+from ludus.trainer.models.tool_calls import ToolCall, ToolSpec
 from ludus.trainer.sft.examples import ChatExample
 
 
@@ -202,12 +204,41 @@ class _Encoder:
             ConfigError: the template refuses the example; the message names the row.
         """
         try:
-            exchanges = list(map(self._fit_thoughts, example.exchanges))
+            exchanges = self._name_results([*map(self._fit_thoughts, example.exchanges)])
             if self._tokenizer.keeps_thoughts:
                 return [tokenize_conversation(self._tokenizer, exchanges)]
             return _tokenize_turns(self._tokenizer, exchanges)
         except ConfigError as error:
             raise ConfigError(f"{example.location}: {error}") from error
+
+    def _name_results(self, exchanges: Sequence[Exchange]) -> list[Exchange]:
+        """Return exchanges in which the results of calls have the names of the calls' tools.
+
+        Many templates show such results in another form than other messages of a tool.
+        """
+        tools = exchanges[0].tools
+        named_exchanges = [exchanges[0]]
+        for previous, exchange in pairwise(exchanges):
+            calls = self._read_calls(previous.response, tools)
+            messages = exchange.messages
+            results = list(takewhile(lambda message: message["role"] == "tool", messages))
+            if calls and len(calls) == len(results):
+                named: list[Message] = [
+                    make_result(call, result["content"])
+                    for call, result in zip(calls, results, strict=True)
+                ]
+                messages = [*named, *messages[len(results) :]]
+            named_exchanges.append(replace(exchange, messages=messages))
+        return named_exchanges
+
+    def _read_calls(self, response: str, tools: Sequence[ToolSpec]) -> list[ToolCall]:
+        """Return the calls in a response; empty if the policy would receive an error for them."""
+        names = {tool["function"]["name"] for tool in tools}
+        try:
+            calls = self._tokenizer.call_form.read_calls(self._thoughts.get_answer(response), tools)
+        except ActionParseError:
+            return []
+        return calls if names.issuperset(call.name for call in calls) else []
 
     def _fit_thoughts(self, exchange: Exchange) -> Exchange:
         """Return the exchange with the response that the policy would sample.
@@ -246,14 +277,17 @@ def _tokenize_turns(
     """
     tools, messages = exchanges[0].tools, list[Message]()
     sequences: list[tuple[list[int], list[bool]]] = []
-    for exchange in exchanges:
+    next_messages = [*(exchange.messages for exchange in exchanges[1:]), list[Message]()]
+    for exchange, followers in zip(exchanges, next_messages, strict=True):
         messages += exchange.messages
         prompt_ids = tokenizer.encode_whole_prompt(messages, tools)
         token_ids, mask = sequences[-1] if sequences else ([], [])
         if not sequences or prompt_ids[: len(token_ids)] != token_ids:
             token_ids, mask = [], []
             sequences.append((token_ids, mask))
-        response_ids = tokenizer.encode_completion(exchange.response)
+        response_ids = tokenizer.encode_completion(
+            exchange.response, end_token_id=tokenizer.find_end_token(followers)
+        )
         mask += [False] * (len(prompt_ids) - len(token_ids)) + [True] * len(response_ids)
         token_ids[:] = prompt_ids + response_ids
         messages.append(mark_completion({"role": "assistant", "content": exchange.response}))
