@@ -96,6 +96,11 @@ def test_text_has_the_type_of_the_schema(key: str, text: str, value: Any) -> Non
         ("deepseek", "<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"),
         ("gemma", '<|tool_call>call:add{text:<|"|>a}<tool_call|>'),
         ("gemma", "<|tool_call>call:add{items:" + "[" * 1000 + "}<tool_call|>"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"count": NaN}}</tool_call>'),
+        ("json", '{"name": "add", "parameters": {"items": [1e999]}}'),
+        ("xml", "<tool_call><function=add><parameter=count>NaN</parameter></function>"),
+        ("pythonic", "[add(count=-1e999)]"),
+        ("gemma", "<|tool_call>call:add{count:Infinity}<tool_call|>"),
         ("pythonic", "[add(items=" + "[" * 10_000 + ")]"),
     ],
 )

@@ -117,7 +117,7 @@ def read_text(tool_name: str, key: str, text: str, tools: Sequence[ToolSpec]) ->
     if types == {"string"}:
         return text
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=_fail)  # NaN and Infinity are no JSON
     except (ValueError, RecursionError):
         value = {"True": True, "False": False, "None": None}.get(text.strip(), text)
     if not types or _get_types(value) & types:

@@ -379,10 +379,15 @@ def _read_call(call: Any) -> ToolCall:
 
 
 def _check_transfer(call: ToolCall) -> None:
-    """Check that a call can be sent: lone surrogates and integers beyond 64 bits cannot."""
+    """Check that a call can be sent.
+
+    Lone surrogates, integers beyond 64 bits, NaN and infinities cannot.
+    """
     try:
         orjson.dumps([call.name, call.arguments])
-    except TypeError as error:
+        # orjson writes null for NaN and infinities.
+        json.dumps(call.arguments, allow_nan=False)
+    except (TypeError, ValueError) as error:
         quoted = quote(json.dumps([call.name, call.arguments]))
         raise ActionParseError(
             f"expected a tool call that can be sent, got {quoted}: {error}"
