@@ -270,6 +270,7 @@ def test_chat_template_error_is_reported() -> None:
         ("<think>\n16 is poor\n</think>\n\nHIT", "HIT"),
         ("16 is poor</think>HIT", "HIT"),
         ("<think>STAND, or", ""),
+        ("<think>STAND</think>HIT<think>or STAND", ""),
     ],
 )
 def test_reasoning_is_stripped_from_the_completion(text: str, expected_text: str) -> None:

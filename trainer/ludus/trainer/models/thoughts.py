@@ -48,6 +48,8 @@ class ThoughtForm:
         index = text.rfind(self.end)
         if index >= 0:
             index += len(self.end)
+            if self.start and self.start in text[index:]:
+                return len(text)  # Another thought follows, and has no end.
         elif self.is_open or (self.start and self.start in text):
             return len(text)
         else:
