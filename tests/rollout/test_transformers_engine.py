@@ -118,7 +118,7 @@ def test_memory_of_the_batch_is_limited(model_path: str) -> None:
 
 def count_batches() -> int:
     """Return the number of batches of keys and values in memory."""
-    return sum(isinstance(item, KeyValueRows) for item in gc.get_objects())
+    return sum(type(item) is KeyValueRows for item in gc.get_objects())
 
 
 def test_memory_is_free_without_the_garbage_collector(model_path: str) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from ludus.trainer.core.pickle_limits import check_pickle
 
+_ARCHIVE_START = b"PK\x03\x04"
 _PICKLE_NAME = "data.pkl"
 
 
@@ -42,6 +43,9 @@ def check_archive(file: IO[bytes]) -> None:
         ValueError: they need more, or the file is damaged.
     """
     num_bytes = file.seek(0, io.SEEK_END)
+    file.seek(0)
+    if file.read(len(_ARCHIVE_START)) != _ARCHIVE_START:
+        raise ValueError("torch.save did not write the file")
     try:
         archive = zipfile.ZipFile(file)
     except zipfile.BadZipFile as error:
