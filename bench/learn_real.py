@@ -3,6 +3,8 @@
     sums            right answers, of 1,000: at most .10 before training; at least .90 after at
                     most 15 minutes of training
     sums_shuffled   the control with shuffled rewards: no gain
+    blackjack       by training alone, at least .85 of the gap from random play to basic strategy,
+                    after at most 45 minutes; no step longer than three times the median
     number_guess    a number in several turns: fine-tuned on recorded games, then trained, wins
                     more than after fine-tuning alone and after training alone
     thinking        sums of three numbers after a thought: training raises the share of right
@@ -52,6 +54,11 @@ SUMS_EVALUATION = ("--env", "math_env", "--max-completion-tokens", "12")
 MAX_SUMS_S = 900.0
 SUMS_BEFORE, SUMS_AFTER = 0.10, 0.90
 
+BLACKJACK = "blackjack/smollm2.toml"
+MAX_BLACKJACK_S, MAX_LONGEST_STEP = 2700.0, 3.0
+MIN_GAP_CLOSED = 0.85
+NUM_BLACKJACK_GAMES = 4000
+
 GUESS_SFT, GUESS = "number_guess/sft.toml", "number_guess/smollm2.toml"
 GUESS_PLAYERS = "number_guess/players.py"
 GUESS_ENVIRONMENT = "number_guess_env"
@@ -80,7 +87,7 @@ class Row:
     case: str
     seed: int
     shares: dict[str, Share]
-    """Shares by the name of the model, such as "before" and "after"."""
+    """Shares by the name of the model or policy, such as "before" and "after"."""
     targets: dict[str, bool]
     """Verdict on each target."""
     num_episodes: int
@@ -128,6 +135,29 @@ def train_sums_shuffled(seed: int) -> Row:
     shares = make_shares(models, evaluate(training.folder, models, SUMS_EVALUATION))
     targets = {"no gain": shares["after"].ci95[0] <= shares["before"].ci95[1]}
     return make_row("sums_shuffled", seed, training, shares, targets)
+
+
+def train_blackjack(seed: int) -> Row:
+    """Train at blackjack; the run's own evaluations compare it with random play and the optimum."""
+    training = train("blackjack", BLACKJACK, seed, f"eval.num_games={NUM_BLACKJACK_GAMES}")
+    summary = read_summary(training.folder)
+    policies = {"before": summary.start, **summary.baselines}
+    shares = {
+        name: Share(policy.win_rate, policy.win_rate_ci95)
+        for name, policy in policies.items()
+        if policy is not None and policy.win_rate is not None and policy.win_rate_ci95 is not None
+    }
+    assert summary.win_rate is not None and summary.win_rate_ci95 is not None
+    assert summary.gap_closed is not None and summary.gap_closed_ci95 is not None
+    shares["after"] = Share(summary.win_rate, summary.win_rate_ci95)
+    shares["gap closed"] = Share(summary.gap_closed, summary.gap_closed_ci95)
+    targets = {
+        f"at least {MIN_GAP_CLOSED} of the gap": summary.gap_closed >= MIN_GAP_CLOSED,
+        f"at most {MAX_BLACKJACK_S:.0f} s": training.training_s <= MAX_BLACKJACK_S,
+        f"no step above {MAX_LONGEST_STEP:.0f} x median": training.longest_step <= MAX_LONGEST_STEP,
+    }
+    row = make_row("blackjack", seed, training, shares, targets)
+    return replace(row, num_episodes=NUM_BLACKJACK_GAMES)
 
 
 def train_number_guess(seed: int) -> Row:
@@ -190,12 +220,14 @@ def train_thinking(seed: int) -> Row:
 CASES: dict[str, Callable[[int], Row]] = {
     "sums": train_sums,
     "sums_shuffled": train_sums_shuffled,
+    "blackjack": train_blackjack,
     "number_guess": train_number_guess,
     "thinking": train_thinking,
 }
 FILES = {
     "sums": (SUMS,),
     "sums_shuffled": (SUMS,),
+    "blackjack": (BLACKJACK,),
     "number_guess": (GUESS_SFT, GUESS, GUESS_PLAYERS),
     "thinking": (THINKING_SFT, THINKING, THINKING_DATA),
 }
@@ -247,15 +279,19 @@ def train(
     settings += ["eval.num_games_during=0", "eval.num_games=10", *overrides]
     options = [part for setting in settings for part in ("--set", setting)]
     call_ludus("train", str(EXAMPLES / example), "--overwrite", *options, folder=start_folder)
-    summary = Summary.model_validate_json((folder / SUMMARY_FILE).read_bytes())
     lines = (folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()
     steps = [entry for entry in map(json.loads, lines) if entry["kind"] == "train"]
     seconds = [step["values"]["step_s"] for step in steps]
     return Training(
         folder=folder,
-        training_s=summary.wall_seconds_training,
+        training_s=read_summary(folder).wall_seconds_training,
         longest_step=max(seconds) / statistics.median(seconds),
     )
+
+
+def read_summary(folder: Path) -> Summary:
+    """Return the summary of a finished run."""
+    return Summary.model_validate_json((folder / SUMMARY_FILE).read_bytes())
 
 
 def fine_tune(name: str, example: str, seed: int, data: Path, start_folder: Path) -> Path:
