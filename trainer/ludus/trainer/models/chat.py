@@ -22,13 +22,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from ludus.env import Message
 from ludus.proto.config import ModelConfig, PretrainedModel
 from ludus.proto.errors import ActionParseError, ConfigError
 from ludus.trainer.models.messages import list_results, make_template_calls
-from ludus.trainer.models.probes import find_template_specials
+from ludus.trainer.models.probes import find_template_specials, list_unmarked_controls
 from ludus.trainer.models.sized_cache import SizedCache, measure_entry
 from ludus.trainer.models.special_tokens import TextTokenizer, list_special_tokens
 from ludus.trainer.models.template import ChatTemplate
@@ -72,15 +73,18 @@ class ChatTokenizer:
         )
         self.keeps_thoughts = keep_thinking
         """True if a conversation only grows; otherwise every turn renders all messages again."""
-        self._texts = TextTokenizer(tokenizer)
         # A completion may contain special tokens that start and end no message, such as tags.
         control_text = self._template.render_every_role()
         kept_tokens = find_template_specials(tokenizer, control_text)
-        self._completion_texts = TextTokenizer(tokenizer, kept_tokens=kept_tokens)
-        # A response to learn may also contain the special tokens around thoughts and answers.
         marks = self.thoughts.start + self.thoughts.end + self.thoughts.answer_start
+        unmarked_tokens = list_unmarked_controls(tokenizer, control_text)
+        further_tokens = [token for token in unmarked_tokens if token not in marks]
+        make_texts = partial(TextTokenizer, tokenizer, further_tokens=further_tokens)
+        self._texts = make_texts()
+        self._completion_texts = make_texts(kept_tokens=kept_tokens)
+        # A response to learn may also contain the special tokens around thoughts and answers.
         mark_tokens = [token for token in list_special_tokens(tokenizer) if token in marks]
-        self._response_texts = TextTokenizer(tokenizer, kept_tokens=[*kept_tokens, *mark_tokens])
+        self._response_texts = make_texts(kept_tokens=[*kept_tokens, *mark_tokens])
         self.end_token_id: int = self._template.end_token_id
         """The token that ends a turn in the template."""
         self.end_token_ids = frozenset((self.end_token_id, tokenizer.eos_token_id, *end_token_ids))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -43,6 +44,7 @@ PROBE_TOOL: ToolSpec = {
 PROBE_CALL = ToolCall("probe_tool", {"text": "some words", "count": 7})
 _SAMPLE_VALUES = {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}}
 """A value of each JSON type, except text."""
+_MARK = re.compile(r"<.+>|\[.+\]")
 
 _TOOL_LIST = (
     "You may call these tools, each described by one line of JSON:\n{tools}\n"
@@ -92,6 +94,18 @@ def find_template_specials(tokenizer: PreTrainedTokenizerBase, control_text: str
         token
         for token in list_special_tokens(tokenizer)
         if token not in named_tokens and token not in control_text
+    ]
+
+
+def list_unmarked_controls(tokenizer: PreTrainedTokenizerBase, control_text: str) -> list[str]:
+    """Return the tokens in brackets that the text uses and that are not marked as special.
+
+    In some models, such tokens start or end messages.
+    """
+    return [
+        token.content
+        for token in tokenizer.added_tokens_decoder.values()
+        if not token.special and token.content in control_text and _MARK.fullmatch(token.content)
     ]
 
 

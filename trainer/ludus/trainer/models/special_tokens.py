@@ -33,13 +33,19 @@ class TextTokenizer:
 
     Args:
         kept_tokens: special tokens that keep their meaning in a text.
+        further_tokens: other tokens that are plain text.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, kept_tokens: Collection[str] = ()
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        kept_tokens: Collection[str] = (),
+        further_tokens: Collection[str] = (),
     ) -> None:
         self._tokenizer = tokenizer
         special_tokens = list_special_tokens(tokenizer).difference(kept_tokens)
+        special_tokens |= {*further_tokens}
         splittable = sorted(re.escape(token) for token in special_tokens if len(token) > 1)
         # The lookahead also finds tokens that overlap.
         pattern = rf"(?=(?:{'|'.join(splittable) or '(?!)'}))(.)"

@@ -286,10 +286,12 @@ class ChatTemplate:
         return text.rstrip()
 
     def find_special(self, text: str) -> int | None:
-        """Return the special token at the start of a text; None if there is none."""
-        special_tokens = self._tokenizer.added_tokens_decoder
+        """Return the added token at the start of a text; None if there is none.
+
+        Not all models mark the tokens that start and end messages as special.
+        """
         for token_id in self._tokenizer.encode(text.lstrip(), add_special_tokens=False)[:1]:
-            if token_id in special_tokens and special_tokens[token_id].special:
+            if token_id in self._tokenizer.added_tokens_decoder:
                 return int(token_id)
         return None
 
