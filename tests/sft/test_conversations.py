@@ -140,6 +140,14 @@ def test_tools_and_their_results_are_those_of_a_rollout(tmp_path: Path) -> None:
     assert '"name": "draw"' in tokenizer.tokenizer.decode(conversations.token_ids)
 
 
+@pytest.mark.parametrize("end", ["<|im_end|>", "<|im_end|>\n"])
+def test_response_that_contains_the_end_token_is_refused(end: str, tmp_path: Path) -> None:
+    chat = ChatTokenizer(make_tokenizer(QWEN25))
+    messages = [*TALK[:1], Message(role="assistant", content=f"HIT{end}")]
+    with pytest.raises(ConfigError, match=r"row 1: the response ends with <\|im_end\|>"):
+        encode_chat(tmp_path, chat, messages)
+
+
 def test_result_of_a_call_has_the_form_of_the_template(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(CALL_IDS)
     messages: list[Message] = [

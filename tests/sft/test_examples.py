@@ -103,6 +103,17 @@ def test_prompt_and_completion_may_be_lists_of_messages(tmp_path: Path) -> None:
     assert list_texts(read(path)) == [[(["Play.", "16"], "HIT"), (["7"], "HIT")]]
 
 
+def test_prompt_and_completion_may_be_json(tmp_path: Path) -> None:
+    call = '[{"name": "add", "arguments": {"a": 1}}]'
+    path = write_rows(tmp_path / "chats.jsonl", [{"prompt": '[{"a": 1}]', "completion": call}])
+    assert list_texts(read(path)) == [[(['[{"a": 1}]'], call)]]
+
+
+def test_lone_surrogates_are_replaced(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "chats.jsonl", [{"prompt": "a\ud800", "completion": "b\udfff"}])
+    assert list_texts(read(path)) == [[(["a\ufffd"], "b\ufffd")]]
+
+
 def make_invalid_rows() -> Iterator[tuple[str, dict[str, Any], str]]:
     """Yield the name of a mistake, a row with it, and the expected message."""
     unsupported_message = {**ASSISTANT, "tool_calls": [{"id": "1"}]}
@@ -126,6 +137,13 @@ def make_invalid_rows() -> Iterator[tuple[str, dict[str, Any], str]]:
     yield "image", {"messages": [{**USER, "content": [{"type": "image"}]}]}, "must be a text"
     yield "calls", {"messages": [USER, unsupported_message]}, r"messages\[1\].tool_calls is not"
     yield "weight", {"messages": [USER, {**ASSISTANT, "weight": 0}]}, r"messages\[1\].weight"
+    yield "train", {"messages": [USER, {**ASSISTANT, "train": False}]}, r"messages\[1\].train is"
+    yield "pictures", {"messages": [USER, ASSISTANT], "images": ["a"]}, "the column images is not"
+    yield (
+        "part",
+        {"messages": [USER, {**ASSISTANT, "content": [{"type": "reasoning", "text": "a"}]}]},
+        "must be a text",
+    )
     yield "prompt", {"prompt": "", "completion": "b"}, "prompt is empty"
     yield "user", {"prompt": "a", "completion": [USER]}, r"completion\[0\].role must be assistant"
     yield "tools", {"messages": [USER, ASSISTANT], "tools": [{"name": "a"}]}, r"tools\[0\] must"

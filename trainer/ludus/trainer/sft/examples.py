@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ludus.env import Message
+from ludus.env.text.unicode import replace_surrogates
 from ludus.proto.errors import ConfigError, did_you_mean
 from ludus.proto.paths import parse_path
 from ludus.trainer.data.rows import Row, read_rows
@@ -30,9 +31,26 @@ _UNSUPPORTED_KEYS = {
     "reasoning_content": "write the reasoning into content, between <think> and </think>",
     "reasoning": "write the reasoning into content, between <think> and </think>",
     "thinking": "write the reasoning into content, between <think> and </think>",
-    "weight": "remove the key, or split the conversation: all assistant messages are trained on",
+    "reasoning_details": "write the reasoning into content, between <think> and </think>",
+    **dict.fromkeys(
+        ("weight", "train", "loss", "loss_mask", "loss_weight"),
+        "remove the key, or split the conversation: all assistant messages are trained on",
+    ),
+    **dict.fromkeys(("image", "images", "audio", "refusal"), "messages contain only text"),
 }
 """Keys of messages that would change what the model learns, with the remedy."""
+_UNSUPPORTED_COLUMNS = {
+    **dict.fromkeys(
+        ("image", "images", "video", "videos", "audio", "audios"),
+        "remove such rows: messages contain only text",
+    ),
+    "documents": "write the documents into a message",
+    "functions": "write the functions into the column tools",
+    "chat_template_kwargs": "set model.enable_thinking for all rows",
+}
+"""Columns that other programs show to the model, with the remedy."""
+_TEXT_PART_TYPES = (None, "text", "input_text", "output_text")
+"""Values of `type` in a part of a content that is text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +87,9 @@ def read_examples(path: str, *, split: str, field: str) -> Iterator[ChatExample]
 def _parse_row(row: Row) -> list[Exchange]:
     # Tables have null in the columns that a row does not have.
     columns = {str(name): value for name, value in row.columns.items() if value is not None}
+    for name, remedy in _UNSUPPORTED_COLUMNS.items():
+        if columns.get(name) not in (None, [], {}, ""):
+            raise _FieldError(f"the column {name} is not supported; {remedy}")
     if "messages" in columns:
         messages = _parse_messages(columns["messages"], "messages", role=None)
     elif "prompt" in columns and "completion" in columns:
@@ -104,11 +125,14 @@ def _suggest_names(names: Iterable[str], expected_names: Sequence[str]) -> list[
 
 def _parse_messages(value: Any, name: str, role: str | None) -> list[Message]:
     """Return the messages of a column; with a role, the column may also be a plain text."""
-    value = _parse_json_list(value)
+    parsed_value = _parse_json_list(value)
+    # A prompt or completion may be JSON itself, such as a list of calls.
+    if role is None or not isinstance(value, str) or _has_roles(parsed_value):
+        value = parsed_value
     if isinstance(value, str) and role is not None:
         if not value.strip():
             raise _FieldError(f"{name} is empty; fix or remove the row")
-        return [{"role": role, "content": value}]
+        return [{"role": role, "content": _parse_text(value, name)}]
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         expected = "a list of messages" if role is None else "a text or a list of messages"
         raise _FieldError(f"{name} must be {expected}, got {value!r:.80}")
@@ -123,6 +147,14 @@ def _parse_json_list(value: Any) -> Any:
         return json.loads(value)
     except (ValueError, RecursionError):
         return value
+
+
+def _has_roles(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(item, Mapping) and "role" in item for item in value)
+    )
 
 
 def _parse_message(value: Any, name: str) -> Message:
@@ -143,13 +175,20 @@ def _parse_message(value: Any, name: str) -> Message:
 def _parse_text(content: Any, name: str) -> str:
     """Return a content: a text, or a list of parts that are texts."""
     if isinstance(content, str):
-        return content
+        return str(replace_surrogates(content))
     parts = content if isinstance(content, Sequence) else [None]
-    values = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    values = [
+        part
+        if not isinstance(part, Mapping)
+        else part.get("text")
+        if part.get("type") in _TEXT_PART_TYPES
+        else None
+        for part in parts
+    ]
     texts = [value for value in values if isinstance(value, str)]
     if len(texts) < len(values):
         raise _FieldError(f"{name} must be a text, got {content!r:.80}")
-    return "".join(texts)
+    return str(replace_surrogates("".join(texts)))
 
 
 def _parse_tools(value: Any) -> list[ToolSpec]:
