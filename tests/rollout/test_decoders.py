@@ -108,6 +108,26 @@ def test_shared_beginnings_are_whole_blocks_of_several_sequences(
         assert sum(sequence[:length] == beginning for sequence in sequences) > 1
 
 
+@pytest.mark.parametrize("num_groups", [1, 8])
+def test_equal_completed_sequences_are_stored_once_and_as_many_as_fit(num_groups: int) -> None:
+    model, group_size, num_tokens = make_model("qwen2"), 8, 3 * BLOCK_TOKENS
+    groups = [[number, *range(4, 3 + num_tokens)] for number in range(num_groups)]
+    sequences = [sequence for sequence in groups for _ in range(group_size)]
+    num_bytes = 4 * num_tokens * make_decoder(model, 0).bytes_per_token
+    decoder = make_decoder(model, num_bytes)
+    decoder.add(sequences, 1)
+    decoder.keep([], list(enumerate(sequences)))
+    num_computed = 0
+
+    def count_tokens(_: object, args: Any, kwargs: dict[str, Any]) -> None:
+        nonlocal num_computed
+        num_computed += kwargs["input_ids"].numel()
+
+    model.register_forward_pre_hook(count_tokens, with_kwargs=True)
+    decoder.add([[*sequences[0], 5]], 1)
+    assert num_computed == 1
+
+
 def test_models_that_cannot_be_padded_use_uniform_batches() -> None:
     assert isinstance(make_decoder(make_model("gpt2"), 0), PaddedDecoder)
     assert isinstance(make_decoder(make_model("lfm2"), 0), UniformDecoder)

@@ -138,15 +138,23 @@ class PaddedDecoder:
     def keep(self, rows: Sequence[int], ended: Sequence[tuple[int, Sequence[int]]]) -> list[int]:
         """Remove all other sequences, and store the completed ones for their next turns."""
         if ended and self._prefixes.is_enabled:
-            starts = [self._rows.starts[row] for row, _ in ended]
-            values = self._rows.read_rows([row for row, _ in ended])
-            self._prefixes.add([token_ids for _, token_ids in ended], values, starts)
+            self._store_completed(ended)
         return self._rows.keep(rows)
 
     def clear(self) -> None:
         """Remove all sequences, stored beginnings included."""
         self._rows = KeyValueRows(self._shape, [], 0, 0)
         self._prefixes.clear()
+
+    def _store_completed(self, ended: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Store the distinct sequences, or as many of them as fit."""
+        row_by_sequence = {tuple(token_ids): row for row, token_ids in ended}
+        num_fitting = self._prefixes.max_bytes // (self.bytes_per_token * self._rows.num_columns)
+        sequences = list(row_by_sequence)[:num_fitting]
+        rows = [row_by_sequence[sequence] for sequence in sequences]
+        if rows:
+            starts = [self._rows.starts[row] for row in rows]
+            self._prefixes.add(sequences, self._rows.read_rows(rows), starts)
 
     def _make_prefills(self, sequences: Sequence[Sequence[int]]) -> list[_Prefill]:
         return [

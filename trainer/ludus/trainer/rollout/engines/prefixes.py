@@ -50,7 +50,8 @@ class PrefixStore:
     """A store of the newest sequences, with a limit on its memory."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
+        """Size of the keys and values that can be stored."""
         self._num_bytes = 0
         self._batches: OrderedDict[int, _Batch] = OrderedDict()
         """Batches from the oldest to the newest."""
@@ -61,7 +62,7 @@ class PrefixStore:
     @property
     def is_enabled(self) -> bool:
         """True if anything can be stored."""
-        return self._max_bytes > 0
+        return self.max_bytes > 0
 
     def add(
         self, sequences: Sequence[Sequence[int]], values: Tensor, starts: Sequence[int]
@@ -71,7 +72,7 @@ class PrefixStore:
         The tokens of a row begin in its start column, and continue in later columns.
         """
         batch = _Batch(values.nbytes)
-        if batch.num_bytes > self._max_bytes:
+        if batch.num_bytes > self.max_bytes:
             return
         number, self._next_batch = self._next_batch, self._next_batch + 1
         for row, (sequence, start) in enumerate(zip(sequences, starts, strict=True)):
@@ -81,7 +82,7 @@ class PrefixStore:
                 batch.keys.append(key)
         self._batches[number] = batch
         self._num_bytes += batch.num_bytes
-        while self._num_bytes > self._max_bytes:
+        while self._num_bytes > self.max_bytes:
             self._drop_oldest()
 
     def find(self, sequence: Sequence[int]) -> StoredPrefix | None:
