@@ -147,7 +147,7 @@ class PaddedDecoder:
         self._prefixes.clear()
 
     def _store_completed(self, ended: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Store the distinct sequences, or as many of them as fit."""
+        """Store the distinct sequences; drop the last ones if they do not fit."""
         row_by_sequence = {tuple(token_ids): row for row, token_ids in ended}
         num_fitting = self._prefixes.max_bytes // (self.bytes_per_token * self._rows.num_columns)
         sequences = list(row_by_sequence)[:num_fitting]
