@@ -91,7 +91,8 @@ class ChatTokenizer:
         """All tokens that end a completion. Some models end it differently after a tool call."""
         self._hidden_ids = self.end_token_ids | {tokenizer.pad_token_id}
         self._template.check_end_token()
-        self._end_text: str = tokenizer.decode([self.end_token_id])
+        self.end_text: str = tokenizer.decode([self.end_token_id])
+        """The text of `end_token_id`."""
         # The caches help because environments repeat the same few texts thousands of times.
         self._first_prompt_cache = SizedCache(self._encode_first, measure_entry, self.cache_bytes)
         self._next_prompt_cache = SizedCache(self._encode_next, measure_entry, self.cache_bytes)
@@ -281,7 +282,7 @@ class ChatTokenizer:
             # The template does not end this turn. A sampled token or the EOS token does.
             has_end = not self._template.ends_turns
         # Encode with the end token first: some tokenizers treat the start of a text differently.
-        token_ids = self._encode(self._end_text + text)
+        token_ids = self._encode(self.end_text + text)
         start = token_ids.index(self.end_token_id)
         return token_ids[start if sampled_id is None and has_end else start + 1 :]
 

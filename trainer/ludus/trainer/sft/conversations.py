@@ -192,7 +192,6 @@ class _Encoder:
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer, self._thoughts = tokenizer, tokenizer.thoughts
-        self._end_text = str(tokenizer.tokenizer.decode([tokenizer.end_token_id]))
         prompt = tokenizer.render_prompt([{"role": "user", "content": "-"}]).rstrip()
         # If thoughts are separate messages, their end is also the start of an ordinary answer.
         has_thought_tags = bool(self._thoughts.end) and not self._thoughts.answer_start
@@ -248,10 +247,11 @@ class _Encoder:
         writes before every answer, and not into the prompt, is added.
         """
         response, thoughts = exchange.response, self._thoughts
-        if response.rstrip().endswith(self._end_text):
+        if response.rstrip().endswith(self._tokenizer.end_text):
             raise ConfigError(
-                f"the response ends with {self._end_text}, which would be learned as text, because "
-                "the end token is added to every response; remove it from the response"
+                f"the response ends with {self._tokenizer.end_text}, which would be learned as "
+                "text, because the end token is added to every response; remove it from the "
+                "response"
             )
         if self._has_empty_thought and thoughts.end in response:
             raise ConfigError(

@@ -177,18 +177,15 @@ def _parse_text(content: Any, name: str) -> str:
     if isinstance(content, str):
         return str(replace_surrogates(content))
     parts = content if isinstance(content, Sequence) else [None]
-    values = [
-        part
-        if not isinstance(part, Mapping)
-        else part.get("text")
-        if part.get("type") in _TEXT_PART_TYPES
-        else None
-        for part in parts
-    ]
+    values = [_get_part_text(part) if isinstance(part, Mapping) else part for part in parts]
     texts = [value for value in values if isinstance(value, str)]
     if len(texts) < len(values):
         raise _FieldError(f"{name} must be a text, got {content!r:.80}")
     return str(replace_surrogates("".join(texts)))
+
+
+def _get_part_text(part: Mapping[str, Any]) -> Any:
+    return part.get("text") if part.get("type") in _TEXT_PART_TYPES else None
 
 
 def _parse_tools(value: Any) -> list[ToolSpec]:
