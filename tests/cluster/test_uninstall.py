@@ -85,6 +85,7 @@ async def test_uninstall_leaves_no_object_in_the_cluster(tmp_path: Path) -> None
     paths = [tmp_path / f"{index}.json" for index in range(len(values))]
     for path, part in zip(paths, values, strict=True):
         path.write_text(json.dumps(part), encoding="utf-8")
+    wait_until(lambda: "Terminating" not in kubectl("get", "namespaces"), "deleted namespaces")
     with create_namespace() as namespace:
         objects = list_all_objects()
         release = Release("ludus", namespace)
