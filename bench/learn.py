@@ -98,7 +98,7 @@ def _make_control(
 
 
 _BOXES = {"boxes": Target("win_rate", 0.50)}
-"""1.5 times `ONE_LOOK`. The tuning seeds had win rates between 0.79 and 0.84."""
+"""1.5 times `ONE_LOOK`. The tuning seeds 100 and 101 had win rates of 0.80 and 0.81."""
 _CODING = {"coding": Target("win_rate", 0.90)}
 _BLACKJACK = {"blackjack": Target("gap_closed", 0.95)}
 
