@@ -298,9 +298,12 @@ async def test_long_head_or_trailer_is_refused(
 ) -> None:
     async with watch_sessions(server, gateway):
         for target in targets:
+            start_mb = target.memory_mb
             reply = await asyncio.to_thread(exchange, target.port, *pieces)
             last_reply = reply[reply.rfind(b"HTTP/1.1 ") :] if reply else reply
-            assert read_status(last_reply) in (400, 431), target.port
+            # 404: a target without this path may answer before it reads the body.
+            assert read_status(last_reply) in (400, 404, 431), target.port
+            assert target.memory_mb - start_mb < MAX_GROWTH_MB, target.port
 
 
 @pytest.mark.parametrize("pieces", make_cases(HARMLESS_FLOODS, 0))
