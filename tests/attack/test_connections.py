@@ -296,13 +296,15 @@ async def test_long_head_or_trailer_is_refused(
     targets: list[Target],
     pieces: tuple[bytes, ...],
 ) -> None:
+    # A target without the path may answer before it reads the body, but not before the head ends.
+    is_in_body = pieces[0].startswith(CHUNKED_HEAD)
+    expected = (400, 404, 431) if is_in_body else (400, 431)
     async with watch_sessions(server, gateway):
         for target in targets:
             start_mb = target.memory_mb
             reply = await asyncio.to_thread(exchange, target.port, *pieces)
             last_reply = reply[reply.rfind(b"HTTP/1.1 ") :] if reply else reply
-            # 404: a target without this path may answer before it reads the body.
-            assert read_status(last_reply) in (400, 404, 431), target.port
+            assert read_status(last_reply) in expected, target.port
             assert target.memory_mb - start_mb < MAX_GROWTH_MB, target.port
 
 
