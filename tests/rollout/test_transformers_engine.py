@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import random
 from pathlib import Path
 
 import pytest
 import torch
 
-from ludus.trainer.core.interfaces import Engine, EngineRequest
+from ludus.trainer.core.answer_trie import AnswerTrie
+from ludus.trainer.core.interfaces import Engine, EngineOutput, EngineRequest
 from ludus.trainer.core.types import Sampling
 from ludus.trainer.rollout.engines.key_values import KeyValueRows
 from tests.rollout.engine_pair import (
@@ -53,6 +55,75 @@ def test_equal_prompts_are_prefilled_once(model_path: str) -> None:
     ]
     complete(engine, requests)
     assert batch_shapes == [(3, 3), (6, 1)]  # three distinct prompts, then six sequences
+
+
+def test_equal_sequences_are_computed_once_until_they_differ(model_path: str) -> None:
+    engine = make_transformers_engine(model_path)
+    shapes = record_shapes(engine)
+    temperatures = [0.0, 0.0, 0.0, 5.0, 5.0]
+    requests = [
+        EngineRequest(i, [8, 60, 33], Sampling(temperature, 6), seed=i)
+        for i, temperature in enumerate(temperatures)
+    ]
+    outputs = complete(engine, requests)
+    assert len({tuple(output.token_ids) for output in outputs.values()}) == 3
+    assert shapes == [(1, 3), *[(3, 1)] * 5]
+    for request in requests:
+        expected = complete(make_transformers_engine(model_path), [request])[request.request_id]
+        assert outputs[request.request_id].token_ids == expected.token_ids
+        assert outputs[request.request_id].logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+
+
+def test_sequences_that_branch_and_end_at_any_time_equal_single_ones(model_path: str) -> None:
+    """Few legal answers make sequences equal often; limits and lengths make them end apart."""
+    rng = random.Random(0)
+    answers = AnswerTrie([[*rng.choices(range(3, 6), k=9), 1] for _ in range(60)])
+    prompts = [[8, 60, 33], [8, 60, 33, 7], list(range(3, 40))]
+    requests = [
+        EngineRequest(
+            i, prompts[i % 3], Sampling(1.0, rng.randrange(2, 11)), seed=i, answers=answers
+        )
+        for i in range(60)
+    ]
+    engine = make_transformers_engine(model_path)
+    outputs: dict[int, EngineOutput] = {}
+    for request in requests:
+        engine.submit(request)
+        if rng.random() < 0.4:
+            outputs |= {output.request_id: output for output in engine.step()}
+    outputs |= drain(engine)
+    for request in requests:
+        expected = complete(make_transformers_engine(model_path), [request])[request.request_id]
+        assert outputs[request.request_id].token_ids == expected.token_ids
+        assert outputs[request.request_id].logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+
+
+def test_last_legal_answer_needs_no_further_pass(model_path: str) -> None:
+    engine = make_transformers_engine(model_path)
+    shapes = record_shapes(engine)
+    answers = AnswerTrie([[20, 30, 40, 1], [21, 31, 1]])
+    prompt = list(range(3, 40))
+    request = EngineRequest(0, prompt, Sampling(1.0, 4), seed=0, answers=answers)
+    output = complete(engine, [request])[0]
+    assert output.token_ids in ([20, 30, 40, 1], [21, 31, 1])
+    assert output.logprobs[0] < 0
+    assert output.logprobs[1:] == [0.0] * (len(output.token_ids) - 1)
+    assert output.has_end_token
+    assert len(shapes) == 1
+    next_request = EngineRequest(1, [*prompt, *output.token_ids, 8], Sampling(1.0, 6), seed=1)
+    next_output = complete(engine, [next_request])[1]
+    expected = complete(make_transformers_engine(model_path), [next_request])[1]
+    assert next_output.token_ids == expected.token_ids
+    assert next_output.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+    assert shapes[1][1] < 16  # the prompt is not computed again
+
+
+def test_legal_answer_ends_at_the_limit_of_tokens(model_path: str) -> None:
+    answers = AnswerTrie([[20, 30, 40, 1], [21, 31, 1]])
+    request = EngineRequest(0, [3, 4], Sampling(0.0, 2), seed=0, answers=answers)
+    output = complete(make_transformers_engine(model_path), [request])[0]
+    assert output.token_ids in ([20, 30], [21, 31])
+    assert not output.has_end_token
 
 
 def test_equal_prompts_are_sampled_independently(model_path: str) -> None:

@@ -42,6 +42,18 @@ class AnswerTrie:
         """
         return self._allowed_ids.get(tuple(prefix_ids))
 
+    def find_forced_ids(self, prefix_ids: Sequence[int]) -> list[int]:
+        """Return the tokens that complete the answer, if only one answer starts with the prefix.
+
+        The result is empty if several answers do, or none, or if the answer is complete.
+        """
+        token_ids = list(prefix_ids)
+        while (allowed_ids := self.find_allowed_ids(token_ids)) is not None:
+            if len(allowed_ids) > 1:
+                return []
+            token_ids.append(int(allowed_ids[0]))
+        return token_ids[len(prefix_ids) :]
+
     def list_allowed_ids(self, token_ids: Sequence[int]) -> RaggedArray:
         """Return int32 arrays of the tokens that were allowed at each position of a completion.
 

@@ -3,6 +3,12 @@
 A `Decoder` computes the logits of the next token of each of its sequences. `PaddedDecoder` accepts
 sequences of any length at any time. `UniformDecoder` is for models whose caches cannot be padded:
 its sequences start with the same length, and all of them end before others start.
+
+Equal sequences share a row of keys and values, and a pass computes each row once. They branch when
+their next tokens differ:
+
+    sequences    0 "7 + 2 = 9"    1 "7 + 2 = 9"    2 "7 + 2 = 5"    3 "4 + 4 = 8"
+    rows         0 ------------------------------  2                1
 """
 
 from __future__ import annotations
@@ -18,7 +24,11 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ludus.trainer.rollout.engines.grouped_attention import use_grouped_attention
-from ludus.trainer.rollout.engines.key_values import KeyValueRows, KeyValueShape
+from ludus.trainer.rollout.engines.key_values import (
+    MAX_COPIED_ROWS,
+    KeyValueRows,
+    KeyValueShape,
+)
 from ludus.trainer.rollout.engines.prefixes import (
     BLOCK_TOKENS,
     PrefixStore,
@@ -32,8 +42,6 @@ _MAX_PADDING_SHARE = 0.25
 _MAX_PADDING_TOKENS = 64
 """Padded tokens that a prefill may have beyond the share; a pass costs as much as so many."""
 _MAX_PREFILL_TOKENS = 8192
-_MAX_COPIED_ROWS = 32
-"""Maximum number of rows that are copied at once, because the copy needs memory, too."""
 _MAX_PROBE_ERROR = 0.1
 """Largest difference of logits that passes as rounding, in standard deviations of the logits."""
 _PADDABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -54,10 +62,11 @@ class Decoder(Protocol):
     def extend(self, token_ids: Tensor) -> Tensor:
         """Append a token to each sequence; return the logits of the next token, [N, V] float32."""
 
-    def keep(self, rows: Sequence[int], ended: Sequence[tuple[int, Sequence[int]]]) -> list[int]:
-        """Remove all other sequences; return the old row of each sequence in the new order.
+    def keep(self, sequences: Sequence[int], ended: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Remove all sequences but these, which are then numbered in this order.
 
-        `ended` has the rows and the tokens of completed sequences, which others may continue.
+        `ended` has the numbers of completed sequences, which others may continue, and those of
+        their tokens whose keys and values are known.
         """
 
     def clear(self) -> None:
@@ -103,6 +112,7 @@ class PaddedDecoder:
         self._shape = shape
         self.bytes_per_token = shape.bytes_per_token
         self._rows = KeyValueRows(shape, [], 0, 0)
+        self._row_by_sequence: list[int] = []
         self._prefixes = PrefixStore(max_prefix_bytes)
 
     @torch.inference_mode()
@@ -124,31 +134,60 @@ class PaddedDecoder:
             parts.append(rows)
             logits.append(batch_logits)
             part_row_by_index |= {prefill.index: (number, row) for row, prefill in enumerate(batch)}
-        part_rows = [part_row_by_index[index] for index in indices]
+        part_rows = [part_row_by_index[index] for index in range(len(index_by_sequence))]
+        first_row = self._rows.num_rows
+        self._row_by_sequence += [first_row + index for index in indices]
         self._append(parts, part_rows, min(max_new_tokens, _NUM_SPARE_COLUMNS))
-        return torch.stack([logits[number][row] for number, row in part_rows])
+        return torch.stack([logits[number][row] for number, row in part_rows])[indices]
 
     @torch.inference_mode()
     def extend(self, token_ids: Tensor) -> Tensor:
         """Append a token to each sequence; return the logits of the next token."""
         if self._rows.num_columns == self._rows.capacity:
             self._append([], [], _NUM_SPARE_COLUMNS)
-        return self._forward(token_ids[:, None], self._rows)
+        row_token_ids = self._branch(token_ids.tolist())
+        tokens = torch.tensor(row_token_ids, device=self._shape.device)
+        return self._forward(tokens[:, None], self._rows)[self._row_by_sequence]
 
-    def keep(self, rows: Sequence[int], ended: Sequence[tuple[int, Sequence[int]]]) -> list[int]:
+    def keep(self, sequences: Sequence[int], ended: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Remove all other sequences, and store the completed ones for their next turns."""
         if ended and self._prefixes.is_enabled:
             self._store_completed(ended)
-        return self._rows.keep(rows)
+        rows = [self._row_by_sequence[sequence] for sequence in sequences]
+        order = self._rows.keep(sorted(set(rows)))
+        new_row_by_row = {row: new_row for new_row, row in enumerate(order)}
+        self._row_by_sequence = [new_row_by_row[row] for row in rows]
 
     def clear(self) -> None:
         """Remove all sequences, stored beginnings included."""
         self._rows = KeyValueRows(self._shape, [], 0, 0)
+        self._row_by_sequence = []
         self._prefixes.clear()
+
+    def _branch(self, token_ids: Sequence[int]) -> list[int]:
+        """Copy the rows whose sequences continue differently; return the next token of each row."""
+        next_id_by_row: dict[int, int] = {}
+        row_by_continuation: dict[tuple[int, int], int] = {}
+        copied_rows: list[int] = []
+        for sequence, token_id in enumerate(token_ids):
+            row = self._row_by_sequence[sequence]
+            new_row = row_by_continuation.get((row, token_id))
+            if new_row is None:
+                new_row = row
+                if row in next_id_by_row:
+                    new_row = self._rows.num_rows + len(copied_rows)
+                    copied_rows.append(row)
+                next_id_by_row[new_row] = token_id
+                row_by_continuation[row, token_id] = new_row
+            self._row_by_sequence[sequence] = new_row
+        self._rows.copy_rows(copied_rows)
+        return [next_id_by_row[row] for row in range(self._rows.num_rows)]
 
     def _store_completed(self, ended: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Store the distinct sequences; drop the last ones if they do not fit."""
-        row_by_sequence = {tuple(token_ids): row for row, token_ids in ended}
+        row_by_sequence = {
+            tuple(token_ids): self._row_by_sequence[sequence] for sequence, token_ids in ended
+        }
         num_fitting = self._prefixes.max_bytes // (self.bytes_per_token * self._rows.num_columns)
         sequences = list(row_by_sequence)[:num_fitting]
         rows = [row_by_sequence[sequence] for sequence in sequences]
@@ -218,7 +257,8 @@ class PaddedDecoder:
             num_columns - source.num_columns + source.starts[row]
             for source, row in zip(sources, numbers, strict=True)
         ]
-        rows = KeyValueRows(self._shape, starts, num_columns, num_columns + num_spare)
+        max_rows = len(self._row_by_sequence)
+        rows = KeyValueRows(self._shape, starts, num_columns, num_columns + num_spare, max_rows)
         if old_rows.num_rows > 0:
             used = old_rows.values[:, :, : old_rows.num_rows, :, : old_rows.num_columns]
             rows.write_rows(0, used)
@@ -228,7 +268,7 @@ class PaddedDecoder:
             last_row = first_row
             while last_row < len(sources) and sources[last_row] is source:
                 last_row += 1
-            last_row = min(last_row, first_row + _MAX_COPIED_ROWS)
+            last_row = min(last_row, first_row + MAX_COPIED_ROWS)
             rows.write_rows(first_row, source.read_rows(numbers[first_row:last_row]))
             first_row = last_row
         self._rows = rows
@@ -267,11 +307,10 @@ class UniformDecoder:
         """Append a token to each sequence; return the logits of the next token."""
         return self._forward(token_ids[:, None])
 
-    def keep(self, rows: Sequence[int], ended: Sequence[tuple[int, Sequence[int]]]) -> list[int]:
+    def keep(self, sequences: Sequence[int], ended: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Remove all other sequences."""
-        if rows:
-            self._cache.reorder_cache(torch.tensor(rows, device=self._model.device))
-        return list(rows)
+        if sequences:
+            self._cache.reorder_cache(torch.tensor(sequences, device=self._model.device))
 
     def clear(self) -> None:
         """Do nothing: the next `add` replaces the cache."""

@@ -7,6 +7,7 @@
 
 All sequences end in the same column, so a token is appended to all of them by writing one column,
 and a row is removed by moving the last row to its place. Nothing is copied for the other rows.
+Memory for more rows can be allocated, so that a row is copied when its sequence branches.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ import torch
 from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
+
+MAX_COPIED_ROWS = 32
+"""Maximum number of rows that are copied at once, because the copy needs memory, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,12 @@ class KeyValueRows(Cache):
     """Keys and values of sequences, a row each, which a model reads and extends."""
 
     def __init__(
-        self, shape: KeyValueShape, starts: Sequence[int], num_columns: int, capacity: int
+        self,
+        shape: KeyValueShape,
+        starts: Sequence[int],
+        num_columns: int,
+        capacity: int,
+        max_rows: int = 0,
     ):
         """Allocate columns for sequences that end in column `num_columns`.
 
@@ -55,13 +64,14 @@ class KeyValueRows(Cache):
             starts: [rows] first column of each sequence.
             num_columns: number of columns that are in use.
             capacity: number of columns that can be used.
+            max_rows: number of rows that can be used, if it is more than `starts` has.
         """
-        self.values = shape.allocate(len(starts), capacity)
+        self.values = shape.allocate(max(max_rows, len(starts)), capacity)
         self.starts = list(starts)
         self.num_columns = num_columns
         # Unused columns get no weight, but the product of zero and NaN is NaN.
         if max(starts, default=0) > 0:
-            self.values[..., : max(starts), :] = 0
+            self.values[:, :, : len(starts), :, : max(starts)] = 0
         super().__init__(layers=[_Layer(self, index) for index in range(shape.num_layers)])
 
     @property
@@ -94,6 +104,15 @@ class KeyValueRows(Cache):
         target = self.values[:, :, first_row : first_row + num_rows]
         columns = slice(self.num_columns - num_columns, self.num_columns)
         target[..., columns, :] = source[..., source.shape[-2] - num_columns :, :]
+
+    def copy_rows(self, rows: Sequence[int]) -> None:
+        """Append a copy of each of these rows."""
+        for first in range(0, len(rows), MAX_COPIED_ROWS):
+            sources = rows[first : first + MAX_COPIED_ROWS]
+            num_rows = self.num_rows
+            targets = self.values[:, :, num_rows : num_rows + len(sources), :, : self.num_columns]
+            targets.copy_(self.read_rows(sources))
+            self.starts += [self.starts[row] for row in sources]
 
     def keep(self, rows: Sequence[int]) -> list[int]:
         """Remove all other rows; return the old number of each row in the new order."""

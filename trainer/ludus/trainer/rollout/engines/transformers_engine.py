@@ -6,7 +6,8 @@ requests leave the batch, and waiting requests join it:
     waiting  --prefill, once for equal prompts-->  batch  --one token per step-->  outputs
 
 Each token is determined by one random number, which depends only on the request's seed and the
-token's position. A token therefore does not depend on the other rows of the batch.
+token's position. A token therefore does not depend on the other requests of the batch. As soon as
+only one legal answer is left, its remaining tokens follow without a pass.
 """
 
 from __future__ import annotations
@@ -38,11 +39,18 @@ class _Completion:
     request: EngineRequest
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    num_unread_tokens: int = 1
+    """Number of the last tokens that the model has not read."""
 
     @property
     def sequence(self) -> list[int]:
         """Tokens of the prompt and of the completion so far."""
         return [*self.request.prompt_ids, *self.token_ids]
+
+    @property
+    def read_sequence(self) -> list[int]:
+        """Tokens that the model has read, with which a completed sequence begins."""
+        return self.sequence[: -self.num_unread_tokens]
 
     @property
     def max_length(self) -> int:
@@ -53,6 +61,15 @@ class _Completion:
     def num_tokens_left(self) -> int:
         """Number of tokens until the limit."""
         return self.request.sampling.max_tokens - len(self.token_ids)
+
+    def add_forced_tokens(self) -> None:
+        """Complete the answer if only one legal answer is left; its tokens have probability 1."""
+        if self.request.answers is not None:
+            forced_ids = self.request.answers.find_forced_ids(self.token_ids)
+            if len(forced_ids) <= self.num_tokens_left:
+                self.token_ids += forced_ids
+                self.logprobs += [0.0] * len(forced_ids)
+                self.num_unread_tokens += len(forced_ids)
 
 
 class TransformersEngine:
@@ -79,7 +96,7 @@ class TransformersEngine:
         self._waiting: list[_Completion] = []
         """Requests that are not in the batch, from the oldest to the newest."""
         self._batch: list[_Completion] = []
-        """Requests in the order of the decoder's rows."""
+        """Requests in the order of the decoder's sequences."""
         self._num_waiting_steps = 0
         """Number of steps that the oldest waiting request has waited."""
 
@@ -205,13 +222,13 @@ class TransformersEngine:
         for completion, token_id, logprob in sampled_tokens:
             completion.token_ids.append(token_id)
             completion.logprobs.append(logprob)
+            completion.add_forced_tokens()
 
     def _keep(self, rows: Sequence[int], finished_rows: Sequence[int]) -> None:
         """Remove all other rows from the batch."""
-        # The last token of a completed sequence has no keys and values.
-        ended = [(row, self._batch[row].sequence[:-1]) for row in finished_rows]
-        order = self._decoder.keep(rows, ended)
-        self._batch = [self._batch[row] for row in order]
+        ended = [(row, self._batch[row].read_sequence) for row in finished_rows]
+        self._decoder.keep(rows, ended)
+        self._batch = [self._batch[row] for row in rows]
 
     def _is_finished(self, completion: _Completion) -> bool:
         is_full = completion.num_tokens_left <= 0
