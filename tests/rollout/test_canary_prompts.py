@@ -12,6 +12,9 @@ from ludus.trainer.setup import first_prompts
 from ludus.trainer.setup.environments import ConnectedEnvironment
 from tests.rollout.chat_templates import FAMILIES, QWEN3, Family, make_family_tokenizer
 
+MAX_PROMPT_TOKENS = 64
+"""Number of tokens after which the beginning of a prompt is left out."""
+
 
 async def make_environment(client: AsyncEnvClient) -> ConnectedEnvironment:
     """Return a connected environment that uses the client."""
@@ -34,9 +37,10 @@ async def test_each_legal_completion_has_a_canary_prompt_from_the_template(
     await session.close()
     assert result.text is not None
     assert len(canary) == len(result.text.legal_answers) == 2
+    first_messages = environment.renderer.render_messages(result, is_first=True)
     for prompt, text in zip(canary, result.text.legal_answers, strict=True):
-        messages = [*environment.renderer.render_messages(result, is_first=True), make_reply(text)]
-        prompt_ids = chat.encode_whole_prompt(messages)
+        start = max(0, len(chat.encode_first_prompt(first_messages)) - MAX_PROMPT_TOKENS)
+        prompt_ids = chat.encode_whole_prompt([*first_messages, make_reply(text)])[start:]
         canary_ids = prompt.prompt_ids + prompt.completion_ids
         assert prompt.completion_ids[-1] == chat.end_token_id
         assert canary_ids[:-1] == prompt_ids[: len(canary_ids) - 1]

@@ -24,6 +24,9 @@ MAX_FIRST_SEEDS = 4
 """Maximum number of seeds that are tried for a first prompt, per environment."""
 _MAX_CANARY_ANSWERS = 8
 _MAX_CANARY_TOKENS = 32
+_MAX_CANARY_PROMPT_TOKENS = 64
+"""Maximum number of tokens of a canary prompt. The learner and the workers score all of them for
+every version, which would take as long as a small training step if the prompts were long."""
 _MAX_CANARY_CHARACTERS = 1000
 """Maximum number of characters of an answer, and of a prompt that is too long to be encoded."""
 
@@ -31,7 +34,7 @@ _MAX_CANARY_CHARACTERS = 1000
 async def make_canary_prompts(
     environment: ConnectedEnvironment, chat: ChatTokenizer, max_tokens: int
 ) -> tuple[ScoringRequest, ...]:
-    """Return the canary prompts: the environment's first prompt with each legal answer.
+    """Return the canary prompts: the end of the environment's first prompt with each legal answer.
 
     An engine proves with these prompts that it uses the learner's weights. Legal answers are likely
     completions. The log-probs of unlikely tokens are the least precise in reduced precision.
@@ -45,6 +48,7 @@ async def make_canary_prompts(
     if is_surely_longer(count_chars(opening.messages, opening.tools), max_tokens):
         opening = Opening([_make_short_message(opening.messages[-1]["content"])])
     prompt_ids = chat.encode_first_prompt(opening.messages, opening.tools)
+    prompt_ids = prompt_ids[-_MAX_CANARY_PROMPT_TOKENS:]
     answers = list_legal_answers(first_result)[:_MAX_CANARY_ANSWERS]
     if not answers:
         prompt_length = max(1, len(prompt_ids) - _MAX_CANARY_TOKENS)
