@@ -50,7 +50,7 @@ NUM_ERROR_LINES = 5
 ANSWERS_FILE = "answers.json"
 
 SUMS = "math/smollm2.toml"
-SUMS_EVALUATION = ("--env", "math_env", "--max-completion-tokens", "12")
+SUMS_EVALUATION = ("--env", "math_env", "--max-completion-tokens", "16")
 MAX_SUMS_S = 900.0
 SUMS_BEFORE, SUMS_AFTER = 0.10, 0.90
 
