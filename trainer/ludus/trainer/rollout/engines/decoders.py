@@ -59,7 +59,7 @@ class Decoder(Protocol):
     def add(self, sequences: Sequence[Sequence[int]], max_new_tokens: int) -> Tensor:
         """Add sequences; return their logits of the next token, [N, V] float32."""
 
-    def extend(self, token_ids: Tensor) -> Tensor:
+    def extend(self, token_ids: Sequence[int]) -> Tensor:
         """Append a token to each sequence; return the logits of the next token, [N, V] float32."""
 
     def keep(self, sequences: Sequence[int], ended: Sequence[tuple[int, Sequence[int]]]) -> None:
@@ -141,12 +141,11 @@ class PaddedDecoder:
         return torch.stack([logits[number][row] for number, row in part_rows])[indices]
 
     @torch.inference_mode()
-    def extend(self, token_ids: Tensor) -> Tensor:
+    def extend(self, token_ids: Sequence[int]) -> Tensor:
         """Append a token to each sequence; return the logits of the next token."""
         if self._rows.num_columns == self._rows.capacity:
             self._append([], [], _NUM_SPARE_COLUMNS)
-        row_token_ids = self._branch(token_ids.tolist())
-        tokens = torch.tensor(row_token_ids, device=self._shape.device)
+        tokens = torch.tensor(self._branch(token_ids), device=self._shape.device)
         return self._forward(tokens[:, None], self._rows)[self._row_by_sequence]
 
     def keep(self, sequences: Sequence[int], ended: Sequence[tuple[int, Sequence[int]]]) -> None:
@@ -303,9 +302,9 @@ class UniformDecoder:
         return logits[row_tensor]
 
     @torch.inference_mode()
-    def extend(self, token_ids: Tensor) -> Tensor:
+    def extend(self, token_ids: Sequence[int]) -> Tensor:
         """Append a token to each sequence; return the logits of the next token."""
-        return self._forward(token_ids[:, None])
+        return self._forward(torch.tensor(token_ids, device=self._model.device)[:, None])
 
     def keep(self, sequences: Sequence[int], ended: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Remove all other sequences."""
@@ -365,7 +364,7 @@ def _computes_padded_rows_correctly(model: PreTrainedModel, decoder: PaddedDecod
     sequences = [[1, 2, 3, 4, 5, 6], [3, 1]]
     try:
         decoder.add(sequences, 1)
-        padded_logits = decoder.extend(torch.tensor([7, 4], device=model.device))
+        padded_logits = decoder.extend([7, 4])
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError):
         return False
     finally:

@@ -130,7 +130,7 @@ class TransformersEngine:
         logits: list[Tensor] = []
         if self._batch:
             last_ids = [completion.token_ids[-1] for completion in self._batch]
-            logits.append(self._decoder.extend(torch.tensor(last_ids, device=self._device)))
+            logits.append(self._decoder.extend(last_ids))
         if joining := self._take_joining():
             max_new_tokens = max(completion.num_tokens_left for completion in joining)
             sequences = [completion.sequence for completion in joining]
