@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs the fast tests with each further Python version that is installed, in .cache/python-VERSION.
-# Names the versions that are not installed.
+# Names the versions that are not installed. In CI an environment is deleted after its tests: with
+# CUDA's libraries, which PyPI's PyTorch requires, it takes several gigabytes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -26,4 +27,5 @@ for version in 3.12 3.13; do
   # Failed tests run once more, alone: the other process may have delayed them.
   "${pytest[@]}" -n 2 --dist loadscope --no-loadscope-reorder ||
     "${pytest[@]}" --last-failed --last-failed-no-failures=none
+  if [ -n "${CI:-}" ]; then rm -rf "$venv"; fi
 done
