@@ -75,6 +75,14 @@ def format_duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
+def format_size(num_bytes: int) -> str:
+    """Format a number of bytes as "512 B", "3.4 kB" or "2.2 GB"."""
+    for divisor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if num_bytes >= divisor:
+            return f"{_format_short(num_bytes / divisor)} {unit}"
+    return f"{num_bytes} B"
+
+
 def _format_short(number: float) -> str:
     magnitude = abs(number)
     decimals = 0 if magnitude >= 100 else 1 if magnitude >= 10 else 2 if magnitude >= 1 else 3

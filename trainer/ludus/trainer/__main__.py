@@ -121,6 +121,12 @@ def _convert(args: argparse.Namespace) -> None:
     convert_gguf(args.file, args.folder)
 
 
+def _export(args: argparse.Namespace) -> None:
+    with pause_collection(), _exit_on_interrupt():
+        from ludus.trainer.setup.export import export_model
+    export_model(args.run, args.checkpoint, args.dtype, args.folder)
+
+
 def _import_commands(run: AnyRunConfig) -> ModuleType:
     """Import the module with the functions `train`, `check` and `evaluate` of the run's kind.
 
@@ -188,6 +194,12 @@ def _make_parser() -> argparse.ArgumentParser:
     convert.add_argument("--file", type=parse_path, required=True, help="GGUF file")
     convert.add_argument("--folder", type=parse_path, required=True, help="output folder")
     convert.set_defaults(function=_convert)
+    export = commands.add_parser("export", help="write the model of a run to a folder")
+    export.add_argument("--run", type=parse_path, required=True, help="run folder")
+    export.add_argument("--checkpoint", type=parse_path, help="default: the latest")
+    export.add_argument("--dtype", help="default: that of the original model")
+    export.add_argument("--folder", type=parse_path, required=True, help="output folder")
+    export.set_defaults(function=_export)
     return parser
 
 

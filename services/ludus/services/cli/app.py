@@ -17,10 +17,12 @@ from ludus.proto.errors import LudusError, UserError
 from ludus.services.cli import (
     env_commands,
     eval_command,
+    export_command,
     gateway_command,
     init_command,
     model_commands,
     run_folder_commands,
+    run_list_commands,
     runs_commands,
     sft_command,
     submit_command,
@@ -58,11 +60,13 @@ def declare_options(
 
 app.add_typer(env_commands.app, name="env")
 app.add_typer(model_commands.app, name="model")
+app.add_typer(run_list_commands.app, name="runs")
 app.command("init")(init_command.init)
 app.command("train", cls=train_command.TrainCommand)(train_command.train)
 app.command("train-reward")(train_reward_command.train_reward)
 app.command("sft", cls=train_command.TrainCommand)(sft_command.fine_tune)
 app.command("eval")(eval_command.evaluate)
+app.command("export")(export_command.export)
 app.command("watch")(run_folder_commands.watch)
 app.command("scale")(run_folder_commands.scale)
 app.command("report")(run_folder_commands.report)

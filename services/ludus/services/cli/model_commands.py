@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import os
-import signal
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
 
-from ludus.proto.errors import ConfigError, NotFoundError
+from ludus.proto.errors import NotFoundError
 from ludus.proto.paths import expand_home
 from ludus.services.cli.console import get_stderr, get_stdout, print_line, show_activity
+from ludus.services.cli.new_folder import Folder, write_new_folder
 from ludus.services.cli.train_command import exit_on_failure, run_quietly
 from ludus.services.models.download import (
     DownloadError,
@@ -38,13 +35,7 @@ from ludus.services.models.sources import (
 
 app = typer.Typer(help="Get models for training.", no_args_is_help=True)
 
-_TERMINATED_EXIT_CODE = 128 + signal.SIGTERM
 _FOLDER_VARIABLE = "PYTHONPATH"
-
-Folder = Annotated[
-    Path,
-    typer.Argument(help="Folder to write; it must be empty or not exist.", callback=expand_home),
-]
 
 
 class Source(StrEnum):
@@ -75,7 +66,7 @@ def get_model(
     Example: `ludus model get smollm2 smollm2`
     """
     model = find_model(name)
-    with _write_new_folder(folder) as (new_folder, work_folder):
+    with write_new_folder(folder) as (new_folder, work_folder):
         _fetch_model(model, source, new_folder, work_folder)
     _print_result(folder)
 
@@ -93,7 +84,7 @@ def convert_model(
     """
     if not gguf_file.is_file():
         raise NotFoundError(f"there is no file '{gguf_file}'; expected a GGUF file")
-    with _write_new_folder(folder) as (new_folder, work_folder):
+    with write_new_folder(folder) as (new_folder, work_folder):
         try:
             _convert(gguf_file, new_folder, work_folder)
         except DownloadError as error:
@@ -182,43 +173,6 @@ def _show_downloads(source_name: str) -> Iterator[ReportProgress]:
 
 
 @contextmanager
-def _write_new_folder(folder: Path) -> Iterator[tuple[Path, Path]]:
-    """Yield a folder that becomes `folder` if the block succeeds, and a folder for other files.
-
-    Both are in the same parent folder, and are removed if the block fails or is interrupted.
-
-    Raises:
-        ConfigError: the folder contains files, or cannot be written.
-    """
-    _check_is_new(folder)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with (
-            _exit_on_sigterm(),
-            tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as name,
-        ):
-            new_folder, work_folder = Path(name) / "model", Path(name) / "work"
-            new_folder.mkdir()
-            work_folder.mkdir()
-            yield new_folder, work_folder
-            _check_is_new(folder)
-            os.replace(new_folder, folder)
-    except OSError as error:
-        raise ConfigError(
-            f"'{folder}' cannot be written: {error.strerror or error}; choose another folder, or "
-            "make room"
-        ) from error
-
-
-def _check_is_new(folder: Path) -> None:
-    if folder.is_dir() and not any(folder.iterdir()):
-        return
-    if folder.is_symlink() or folder.exists():
-        content = "has files" if folder.is_dir() else "is not a folder"
-        raise ConfigError(f"'{folder}' {content}; remove it, or choose another folder")
-
-
-@contextmanager
 def _prepend_to_path(folder: Path) -> Iterator[None]:
     """Let child processes import the packages in a folder."""
     previous_value = os.environ.get(_FOLDER_VARIABLE)
@@ -230,17 +184,3 @@ def _prepend_to_path(folder: Path) -> Iterator[None]:
             del os.environ[_FOLDER_VARIABLE]
         else:
             os.environ[_FOLDER_VARIABLE] = previous_value
-
-
-@contextmanager
-def _exit_on_sigterm() -> Iterator[None]:
-    """End the process on SIGTERM as on Ctrl-C, so that temporary files are removed."""
-
-    def exit_process(signal_number: int, frame: FrameType | None) -> None:
-        sys.exit(_TERMINATED_EXIT_CODE)
-
-    previous_handler = signal.signal(signal.SIGTERM, exit_process)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous_handler)

@@ -17,6 +17,7 @@ from ludus.proto.values import parse_value
 
 # Runs.
 
+Run = Annotated[str, typer.Argument(metavar="RUN", help="Folder of a run, or its name in runs/.")]
 RunDir = Annotated[
     Path,
     typer.Argument(

@@ -15,12 +15,11 @@ from rich.padding import Padding
 from rich.text import Text
 
 from ludus.env.text.terminal import clean_for_terminal
-from ludus.proto.errors import ConfigError, NotFoundError
-from ludus.proto.paths import expand_home, parse_path
+from ludus.proto.errors import ConfigError
+from ludus.proto.paths import expand_home
 from ludus.proto.run_lock import is_in_use
 from ludus.proto.runs import (
     CONTROL_FILE,
-    METRICS_FILE,
     TRANSCRIPTS_FILE,
     RunControl,
     Transcript,
@@ -33,8 +32,9 @@ from ludus.services.cli.console import (
     print_warning,
     write_json,
 )
-from ludus.services.cli.options import RunDir
+from ludus.services.cli.options import Run, RunDir
 from ludus.services.cli.records_follower import RecordsFollower
+from ludus.services.cli.run_names import find_run_folder
 from ludus.services.cli.train_command import read_run_config
 from ludus.services.display import describe_consequence, describe_episode, describe_outcome
 
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from ludus.proto.config import LanguageModelRun
 
 POLL_INTERVAL_S = 0.5
-_RUNS_FOLDER = Path("runs")
 
 
 def report(
@@ -133,9 +132,7 @@ def _check_num_workers(run: LanguageModelRun, num_workers: int) -> None:
 
 
 def watch(
-    run: Annotated[
-        str, typer.Argument(metavar="RUN", help="Folder of a run, or its name in runs/.")
-    ],
+    run: Run,
     num_existing: Annotated[
         int, typer.Option("--last", min=0, help="Number of existing episodes to show first.")
     ] = 3,
@@ -156,7 +153,7 @@ def watch(
 
     Example: `ludus watch runs/demo --last 100 --json | jq .turns[0].answer`
     """
-    run_dir = _find_run_folder(run)
+    run_dir = find_run_folder(run)
     follower = RecordsFollower(run_dir / TRANSCRIPTS_FILE, Transcript)
 
     def read_new_transcripts() -> list[Transcript]:
@@ -180,15 +177,6 @@ def watch(
             f"{follower.num_unreadable} lines of {TRANSCRIPTS_FILE} cannot be read; another "
             "version of Ludus may have written them",
         )
-
-
-def _find_run_folder(run: str) -> Path:
-    for folder in (parse_path(run), _RUNS_FOLDER / run):
-        if (folder / METRICS_FILE).exists():
-            return folder
-    raise NotFoundError(
-        f"there is no run '{run}'; name the folder of a run, or a run in '{_RUNS_FOLDER}'"
-    )
 
 
 def _show_transcripts(transcripts: Sequence[Transcript], prints_json: bool) -> None:

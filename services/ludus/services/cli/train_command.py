@@ -84,7 +84,7 @@ def train(
 
     Example: `ludus train examples/blackjack/tiny.toml --set training.num_steps=20`
     """
-    from ludus.proto.config import load_run_config
+    from ludus.proto.config import LanguageModelRun, load_run_config
 
     config = load_run_config(config_path, overrides or ())
     trainer_flags = make_trainer_flags(resume, overwrites=overwrites)
@@ -100,7 +100,10 @@ def train(
     end = run_training(config, run_dir, trainer_flags)
     exit_on_failure(end, run_dir, advise_next_command(run_dir))
     train_more = f"ludus train {run_dir / CONFIG_FILE} --resume --set training.num_steps={{more}}"
-    show_results(run_dir, {"evaluate": f"ludus eval {run_dir}", "train more": train_more})
+    commands = {"evaluate": f"ludus eval {run_dir}"}
+    if isinstance(config, LanguageModelRun):
+        commands["export"] = f"ludus export {run_dir} {config.name}-model"
+    show_results(run_dir, commands | {"train more": train_more})
 
 
 def read_run_config(run_dir: Path) -> RunConfig:

@@ -1,0 +1,61 @@
+"""`ludus export`: writes the trained model of a run to a separate folder."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ludus.proto.paths import expand_home
+from ludus.services.cli.console import get_stdout, print_line
+from ludus.services.cli.new_folder import Folder, write_new_folder
+from ludus.services.cli.options import Run
+from ludus.services.cli.run_names import find_run_folder
+from ludus.services.cli.train_command import exit_on_failure, run_quietly
+
+
+class Dtype(StrEnum):
+    """Type of the weights of an exported model."""
+
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FLOAT32 = "float32"
+
+
+def export(
+    run: Run,
+    folder: Folder,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Checkpoint of the run, for example step-00000100.",
+            show_default="latest; of a fine-tuning run, the kept model",
+            callback=expand_home,
+        ),
+    ] = None,
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option(help="Type of the weights.", show_default="type of the original model"),
+    ] = None,
+) -> None:
+    """Write the trained model of a run to a folder that transformers and vLLM load.
+
+    The folder contains the weights, the tokenizer, the chat template, the generation settings, and
+    a model card with the run's results. LoRA adapters are merged into the weights.
+
+    Example: `ludus export demo demo-model`
+    """
+    run_folder = find_run_folder(run)
+    with write_new_folder(folder) as (new_folder, _):
+        arguments = ["export", "--run", str(run_folder), "--folder", str(new_folder.absolute())]
+        arguments += [] if checkpoint is None else ["--checkpoint", str(checkpoint)]
+        arguments += [] if dtype is None else ["--dtype", dtype]
+        end = run_quietly("exporting the model", arguments)
+        exit_on_failure(end, run_folder, "nothing was written")
+    console, path = get_stdout(), folder if folder.is_absolute() else f"./{folder}"
+    print_line(console, str(folder))
+    print_line(console, f"serve it    vllm serve {path}", "dim")
+    print_line(console, f'train more  model = {{kind = "pretrained", path = "{path}"}}', "dim")

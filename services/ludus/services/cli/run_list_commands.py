@@ -1,0 +1,163 @@
+"""`ludus runs` and `ludus runs rm`: the runs in a folder on this machine."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.text import Text
+
+from ludus.proto.errors import ConfigError, NotFoundError
+from ludus.proto.paths import expand_home
+from ludus.services.cli.console import (
+    get_stderr,
+    get_stdout,
+    make_table,
+    print_line,
+    write_json,
+)
+from ludus.services.cli.run_names import RUNS_FOLDER, explain_missing_run
+from ludus.services.numbers import (
+    NO_VALUE,
+    format_fixed,
+    format_percent,
+    format_size,
+)
+
+if TYPE_CHECKING:
+    from ludus.services.report.run_list import ListedRun, RunResult
+
+app = typer.Typer(invoke_without_command=True)
+
+Folder = Annotated[
+    Path,
+    typer.Option("--folder", metavar="FOLDER", help="Parent folder.", callback=expand_home),
+]
+
+
+@app.callback()
+def list_runs(
+    context: typer.Context,
+    folder: Folder = RUNS_FOLDER,
+    prints_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document per run.")
+    ] = False,
+) -> None:
+    """List the runs on this machine, the latest first, or delete some.
+
+    The result is that of the latest evaluation in the first environment, with its 95 % interval; of
+    a fine-tuning run, the lowest validation loss.
+
+    Example: `ludus runs`
+
+    Example: `ludus runs rm demo`
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from ludus.services.report.run_list import list_run_folders, read_listed_run
+
+    runs = sorted(
+        map(read_listed_run, list_run_folders(folder)), key=lambda run: run.changed_s, reverse=True
+    )
+    if prints_json:
+        for run in runs:
+            write_json(run.model_dump_json())
+    elif runs:
+        _print_table(runs)
+    else:
+        print_line(get_stderr(), f"no runs in '{folder}'; --folder names another parent folder")
+
+
+@app.command("rm")
+def remove(
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names of runs.")],
+    folder: Folder = RUNS_FOLDER,
+    is_confirmed: Annotated[
+        bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")
+    ] = False,
+) -> None:
+    """Delete the folders of runs, with all checkpoints and models.
+
+    Weights in a store outside the folder remain.
+
+    Example: `ludus runs rm demo demo2`
+    """
+    from ludus.services.report.run_list import measure_folder
+
+    run_folders = [_find_run(name, folder) for name in dict.fromkeys(names)]
+    size_text = format_size(sum(map(measure_folder, run_folders)))
+    paths_text = ", ".join(f"'{path}'" for path in run_folders)
+    if not is_confirmed:
+        if not sys.stdin.isatty():
+            raise ConfigError(
+                f"this would delete {paths_text} ({size_text}); add --yes to confirm"
+            )
+        typer.confirm(f"Delete {paths_text} ({size_text})?", abort=True, err=True)
+    for path in run_folders:
+        shutil.rmtree(path)
+        print_line(get_stdout(), f"deleted {path}")
+
+
+def _find_run(name: str, parent: Path) -> Path:
+    """Return the folder of a run that can be deleted."""
+    from ludus.proto.run_lock import is_in_use
+    from ludus.services.report.run_list import is_run_folder
+
+    folder = parent / name
+    if not name or Path(name).name != name or not is_run_folder(folder):
+        raise NotFoundError(explain_missing_run(name, parent))
+    if folder.is_symlink():
+        raise ConfigError(
+            f"'{folder}' is a link to '{folder.resolve()}'; remove the link or that folder yourself"
+        )
+    if is_in_use(folder):
+        raise ConfigError(f"run '{name}' is training; stop it with Ctrl-C first")
+    return folder
+
+
+def _print_table(runs: Sequence[ListedRun]) -> None:
+    table = make_table(
+        "run", "environment", "model", "status", "step", "result", "±95%", "age", "size",
+        number_columns=("step", "result", "±95%", "age", "size"),
+    )  # fmt: skip
+    table.columns[0].min_width = max(len(run.name) for run in runs)  # `rm` needs the whole name
+    now_s = time.time()
+    for run in runs:
+        environments = NO_VALUE if run.environments is None else ", ".join(run.environments)
+        total = NO_VALUE if run.num_steps is None else str(run.num_steps)
+        cells = (
+            run.name,
+            environments,
+            NO_VALUE if run.model is None else run.model,
+            run.status,
+            f"{run.step}/{total}",
+            *_format_result(run.result),
+            _format_age(now_s - run.changed_s),
+            format_size(run.num_bytes),
+        )
+        table.add_row(*map(Text, cells))
+    get_stdout().print(table)
+
+
+def _format_result(result: RunResult | None) -> tuple[str, str]:
+    """Return a result and the half-width of its interval."""
+    if result is None:
+        return NO_VALUE, NO_VALUE
+    half_width = None if result.ci95 is None else (result.ci95[1] - result.ci95[0]) / 2
+    if result.metric == "wins":
+        return f"{format_percent(result.value)} wins", format_percent(half_width)
+    width_text = NO_VALUE if half_width is None else format_fixed(half_width, 3)
+    return f"{result.metric} {format_fixed(result.value, 3)}", width_text
+
+
+def _format_age(seconds: float) -> str:
+    """Return an age in one unit: "12 s", "3 min", "5 h" or "9 days"."""
+    for min_s, unit in ((86_400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * min_s:
+            return f"{seconds / min_s:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
