@@ -30,8 +30,8 @@ kinds of runs:
 
 The command line can set every field: `ludus train FILE --set training.num_steps=20`, or \
 `ludus sft` for a fine-tuning run. \
-`--dry-run` prints the resolved configuration. An unknown key or an impossible combination is an \
-error before anything starts.
+`--dry-run` checks a run and shows what it would do; with `--json`, it prints every setting. An \
+unknown key or an impossible combination is an error before anything starts.
 
 This page is generated: `.venv/bin/python dev/configuration_docs.py`.
 """

@@ -13,18 +13,20 @@ import sys
 import time
 from pathlib import Path
 
-from ludus.proto.config import LanguageModelRun
+from ludus.proto.config import LanguageModelRun, PretrainedModel
 from ludus.proto.metrics import EvalMetric, TrainMetric
 from ludus.proto.runs import (
     CONFIG_FILE,
     LOG_FILE,
     METRICS_FILE,
+    MODEL_SIZE_PREFIX,
     RESOLVED_PREFIX,
     SUMMARY_FILE,
     EnvironmentResult,
     EvalReport,
     Evaluation,
     MetricsRow,
+    ModelSize,
     Phase,
     PolicyResult,
     Summary,
@@ -53,8 +55,11 @@ def main() -> int:
     if args.command == "check" and scenario == "resolves":
         checked_run = LanguageModelRun.model_validate_json(args.config.read_text())
         rollout = checked_run.rollout.model_copy(update={"invalid_action_reward": -3.0})
-        checked_run = checked_run.model_copy(update={"rollout": rollout})
+        model = PretrainedModel(path="owner/model")
+        checked_run = checked_run.model_copy(update={"rollout": rollout, "model": model})
         sys.stdout.write(f"{RESOLVED_PREFIX}{checked_run.model_dump_json()}\nnoise\n")
+        size = ModelSize(num_parameters=1000, num_trained=100)
+        sys.stdout.write(f"{MODEL_SIZE_PREFIX}{size.model_dump_json()}\n")
     if args.command == "check":
         return 0
     run = LanguageModelRun.model_validate_json(args.config.read_text())

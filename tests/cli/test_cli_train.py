@@ -26,7 +26,8 @@ def test_dry_run_prints_the_resolved_configuration_and_starts_nothing(
     ludus: RunCli, use_fake_trainer: UseFakeTrainer, tmp_path: Path
 ) -> None:
     use_fake_trainer("succeeds")
-    result = ludus("train", "--dry-run", "--set", "training.num_steps=7", "--set", "name=mine")
+    options = ("--set", "training.num_steps=7", "--set", "name=mine")
+    result = ludus("train", "--dry-run", "--json", *options)
     config = LanguageModelRun.model_validate(json.loads(result.out))
     assert result.code == 0
     assert (config.training.num_steps, config.name) == (7, "mine")
@@ -37,8 +38,44 @@ def test_dry_run_prints_the_settings_that_the_trainer_has_resolved(
     ludus: RunCli, use_fake_trainer: UseFakeTrainer
 ) -> None:
     use_fake_trainer("resolves")
-    config = json.loads(ludus("train", "--dry-run", "--set", "name=mine").out)
+    config = json.loads(ludus("train", "--dry-run", "--json", "--set", "name=mine").out)
     assert (config["name"], config["rollout"]["invalid_action_reward"]) == ("mine", -3.0)
+
+
+def test_dry_run_shows_the_run_on_one_screen_and_ends_with_ready(
+    ludus: RunCli, use_fake_trainer: UseFakeTrainer, tmp_path: Path
+) -> None:
+    use_fake_trainer("resolves")
+    settings = {
+        "name": "mine",
+        "training.num_steps": 7,
+        "training.groups_per_step": 3,
+        "rollout.group_size": 5,
+        "rollout.max_turns": 1,
+        "eval.num_games": 1234,
+    }
+    options = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    result = ludus("train", "--dry-run", *options)
+    lines = dict(line.split(maxsplit=1) for line in result.out.splitlines())
+    assert result.code == 0
+    assert lines["training"] == "7 steps · 3 groups of 5 episodes per step = 15 · 105 in all"
+    assert lines["episodes"].startswith("at most 1 turn of ")
+    assert lines["evaluation"].startswith("1,234 episodes at the end")
+    assert lines["folder"] == "runs/mine"
+    # 1,000 parameters, of which 100 are trained: 4 bytes for each number.
+    assert "1,000 parameters, of which LoRA trains 100" in lines["model"]
+    assert "5.2 kB each, 15.6 kB while one is written" in lines["checkpoints"]
+    assert "at least 5.2 kB for learning and 4 kB for sampling" in lines["memory"]
+    assert list(lines)[-1] == "ready"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dry_run_that_is_refused_is_not_ready(
+    ludus: RunCli, use_fake_trainer: UseFakeTrainer
+) -> None:
+    use_fake_trainer("refuses")
+    result = ludus("train", "--dry-run")
+    assert (result.code, result.out) == (2, "")
 
 
 @pytest.mark.parametrize("options", [(), ("--dry-run",)], ids=["run", "dry run"])

@@ -53,6 +53,8 @@ LOG_ROW_PREFIX = "row: "
 running job."""
 RESOLVED_PREFIX = "resolved: "
 """Prefix of the line with the configuration that a check of a run has resolved."""
+MODEL_SIZE_PREFIX = "model size: "
+"""Prefix of the line with the ModelSize that a check of a run has measured."""
 CONTROL_VARIABLE = "LUDUS_CONTROL_FILE"
 """Environment variable with the path of a second control file, which is mounted into a pod."""
 
@@ -95,6 +97,14 @@ class WorkerWeightsRow(_Record):
     content_hash: str
     canary_error: float
     """Difference of its canary log-probs from the learner's, in nats; see `weights.canary`."""
+
+
+class ModelSize(_Record):
+    """Number of parameters of a language model."""
+
+    num_parameters: int
+    num_trained: int
+    """Number of parameters that training changes: with LoRA, those of the adapters."""
 
 
 class RunControl(_Record):

@@ -94,9 +94,7 @@ def remove(
     paths_text = ", ".join(f"'{path}'" for path in run_folders)
     if not is_confirmed:
         if not sys.stdin.isatty():
-            raise ConfigError(
-                f"this would delete {paths_text} ({size_text}); add --yes to confirm"
-            )
+            raise ConfigError(f"this would delete {paths_text} ({size_text}); add --yes to confirm")
         typer.confirm(f"Delete {paths_text} ({size_text})?", abort=True, err=True)
     for path in run_folders:
         shutil.rmtree(path)

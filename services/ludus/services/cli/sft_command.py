@@ -10,7 +10,6 @@ import typer
 from ludus.proto.errors import NotFoundError
 from ludus.proto.runs import CONFIG_FILE, LOG_FILE, SUMMARY_FILE, Resume, SftSummary
 from ludus.services.cli.console import (
-    get_stderr,
     get_stdout,
     make_table,
     print_line,
@@ -18,6 +17,8 @@ from ludus.services.cli.console import (
 )
 from ludus.services.cli.options import ConfigPath, Overrides
 from ludus.services.cli.train_command import (
+    READY_TEXT,
+    PrintsConfig,
     advise_next_command,
     exit_on_failure,
     make_trainer_flags,
@@ -34,9 +35,10 @@ def fine_tune(
         bool,
         typer.Option(
             "--dry-run",
-            help="Check the model and every conversation, then print the resolved configuration.",
+            help="Check the model and every conversation, then print what the run would do.",
         ),
     ] = False,
+    prints_json: PrintsConfig = False,
     resume: Annotated[
         Resume,
         typer.Option(
@@ -66,8 +68,11 @@ def fine_tune(
     if is_dry_run:
         end = run_quietly("checking", ["check", *flags], config)
         exit_on_failure(end, run_dir, "nothing was written")
-        print_line(get_stderr(), end.output.last_lines[-1])
-        write_json(config.model_dump_json(indent=2))
+        if prints_json:
+            write_json(config.model_dump_json(indent=2))
+        else:
+            print_line(get_stdout(), end.output.last_lines[-1])
+            print_line(get_stdout(), f"ready  {READY_TEXT}")
         return
     end = run_training(config, run_dir, flags)
     exit_on_failure(end, run_dir, advise_next_command(run_dir, "sft"))

@@ -21,6 +21,7 @@ from ludus.proto.runs import (
     NETWORK,
     SUMMARY_FILE,
     MetricsRow,
+    ModelSize,
     Resume,
     Summary,
 )
@@ -44,6 +45,13 @@ if TYPE_CHECKING:
     from ludus.proto.config import RecordedRun, RunConfig
 
 
+READY_TEXT = "nothing was written; --json prints every setting"
+PrintsConfig = Annotated[
+    bool,
+    typer.Option("--json", help="With --dry-run: print the resolved configuration instead."),
+]
+
+
 class TrainCommand(TyperCommand):
     """A command whose option --resume may have a value, which Typer itself does not support."""
 
@@ -60,10 +68,11 @@ def train(
         bool,
         typer.Option(
             "--dry-run",
-            help="Check everything that could stop the run from starting, then print the resolved "
-            "configuration.",
+            help="Check everything that could stop the run from starting, then print what it would "
+            "do.",
         ),
     ] = False,
+    prints_json: PrintsConfig = False,
     resume: Annotated[
         Resume,
         typer.Option(
@@ -94,7 +103,10 @@ def train(
         exit_on_failure(end, run_dir, "nothing was written")
         if end.output.resolved_config:
             config = type(config).model_validate_json(end.output.resolved_config)
-        write_json(config.model_dump_json(indent=2))
+        if prints_json:
+            write_json(config.model_dump_json(indent=2))
+        else:
+            _print_plan(config, end.output.model_size)
         return
     _check_environments(config)
     end = run_training(config, run_dir, trainer_flags)
@@ -104,6 +116,15 @@ def train(
     if isinstance(config, LanguageModelRun):
         commands["export"] = f"ludus export {run_dir} {config.name}-model"
     show_results(run_dir, commands | {"train more": train_more})
+
+
+def _print_plan(config: RunConfig, size: ModelSize | None) -> None:
+    from ludus.services.cli.run_plan import list_plan_lines
+
+    lines = [*list_plan_lines(config, size), ("ready", READY_TEXT)]
+    width = max(len(title) for title, _ in lines) + 2
+    for title, text in lines:
+        print_line(get_stdout(), f"{title:<{width}}{text}")
 
 
 def read_run_config(run_dir: Path) -> RunConfig:

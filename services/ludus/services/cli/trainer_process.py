@@ -31,7 +31,13 @@ from typing import IO
 
 from pydantic import BaseModel
 
-from ludus.proto.runs import CONFIG_FILE, LOG_ROW_PREFIX, RESOLVED_PREFIX
+from ludus.proto.runs import (
+    CONFIG_FILE,
+    LOG_ROW_PREFIX,
+    MODEL_SIZE_PREFIX,
+    RESOLVED_PREFIX,
+    ModelSize,
+)
 
 STOP_GRACES_S = (900.0, 900.0, 20.0, 0.0)
 """Seconds that the child has to exit after the first, second, third and fourth signal. It may have
@@ -62,6 +68,8 @@ class TrainerOutput:
     """Latest lines of any kind."""
     resolved_config: str = ""
     """JSON of the configuration that a check has resolved; empty if there is none."""
+    model_size: ModelSize | None = None
+    """Size of a pretrained model that a check has measured."""
     _is_in_error: bool = False
 
     def add_line(self, line: str) -> None:
@@ -70,6 +78,10 @@ class TrainerOutput:
             return
         if line.startswith(RESOLVED_PREFIX):
             self.resolved_config = line.removeprefix(RESOLVED_PREFIX)
+            return
+        if line.startswith(MODEL_SIZE_PREFIX):
+            size_json = line.removeprefix(MODEL_SIZE_PREFIX)
+            self.model_size = ModelSize.model_validate_json(size_json)
             return
         self.last_lines.append(line)
         if self._is_in_error and line.startswith(" "):

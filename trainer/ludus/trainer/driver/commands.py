@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 
 from ludus.env.runtime import freeze_heap
-from ludus.proto.config import LanguageModelRun
-from ludus.proto.runs import RESOLVED_PREFIX, Evaluation, Resume
+from ludus.proto.config import LanguageModelRun, PretrainedModel
+from ludus.proto.runs import MODEL_SIZE_PREFIX, RESOLVED_PREFIX, Evaluation, Resume
 from ludus.trainer.actors.buffer import RemoteBuffer
 from ludus.trainer.actors.cpu_threads import resolve_num_threads
 from ludus.trainer.actors.placement import Roles
@@ -29,6 +29,7 @@ from ludus.trainer.driver.invalid_actions import (
 from ludus.trainer.driver.trainer import Trainer
 from ludus.trainer.run.checkpoint import MODEL_FOLDER, RunState, read_state
 from ludus.trainer.run.lifecycle import log_to_folder
+from ludus.trainer.setup.model_size import measure_model
 
 
 def train(run: LanguageModelRun, *, resume: Resume, overwrite: bool) -> Path:
@@ -58,13 +59,16 @@ async def _run_trainer(trainer: Trainer) -> None:
 def check(run: LanguageModelRun, *, resume: Resume, overwrite: bool) -> None:
     """Check everything that could stop a run from starting, without writing anything.
 
-    Standard output gets the configuration, with the settings that its environments determine.
+    Standard output gets the configuration, with the settings that its environments determine, and
+    the size of a pretrained model.
     """
     check_start(resolve_config(run), resume)
     run = resolve_num_threads(run)
     if needs_choice(run):
         run = resolve_invalid_action_rewards(run, asyncio.run(fetch_return_ranges(run)))
     sys.stdout.write(f"{RESOLVED_PREFIX}{run.model_dump_json()}\n")
+    if isinstance(run.model, PretrainedModel):
+        sys.stdout.write(f"{MODEL_SIZE_PREFIX}{measure_model(run.model).model_dump_json()}\n")
 
 
 def evaluate(run: LanguageModelRun, checkpoint: Path) -> Evaluation:

@@ -57,7 +57,7 @@ def check(run: SftRun, *, resume: Resume, overwrite: bool) -> None:
     data = prepared.data
     sys.stdout.write(
         f"{len(data.train_indices)} training conversations, {len(data.validation_indices)} held "
-        f"out, {prepared.run.training.num_steps} steps; nothing was written\n"
+        f"out, {prepared.run.training.num_steps} steps\n"
     )
 
 

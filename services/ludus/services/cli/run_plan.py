@@ -1,0 +1,147 @@
+"""What a run is about to do, on one screen: the last output of `ludus train --dry-run`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from ludus.proto.config import (
+    EnvironmentConfig,
+    LanguageModelRun,
+    NetworkEnvironmentConfig,
+    NetworkRun,
+    RunConfig,
+    TinyModel,
+)
+from ludus.proto.runs import ModelSize
+from ludus.services.display import format_policy_name
+from ludus.services.numbers import format_compact, format_duration, format_size
+
+_BYTES_PER_NUMBER = 4
+"""Weights, gradients and moments are float32, whatever the type of the computation."""
+_NUM_TRAINED_COPIES = 3
+"""Numbers per trained parameter, besides the model's weights: the gradient in memory, or the copy
+of the weights in a checkpoint, and two moments of Adam."""
+
+
+def list_plan_lines(run: RunConfig, size: ModelSize | None) -> Iterator[tuple[str, str]]:
+    """Yield the title and the text of each line of a run's plan.
+
+    Args:
+        size: size of a pretrained model; None if it is unknown.
+    """
+    for name, environment in run.environments.items():
+        title = "environment" if len(run.environments) == 1 else name
+        yield title, _describe_environment(environment)
+    if isinstance(run, NetworkRun):
+        yield "training", _describe_network_training(run)
+    else:
+        yield "model", _describe_model(run, size)
+        yield from _describe_training(run)
+    yield from _describe_evaluation(run)
+    yield "checkpoints", _describe_checkpoints(run, size)
+    if size is not None and isinstance(run, LanguageModelRun):
+        yield "memory", _describe_memory(run, size)
+    yield "folder", str(Path(run.output_dir) / run.name)
+
+
+def _describe_environment(environment: EnvironmentConfig | NetworkEnvironmentConfig) -> str:
+    if environment.kind == "remote":
+        return environment.address
+    options = ", ".join(f"{name} = {value}" for name, value in environment.options.items())
+    return f"{environment.package} ({options})" if options else environment.package
+
+
+def _describe_model(run: LanguageModelRun, size: ModelSize | None) -> str:
+    model = run.model
+    if isinstance(model, TinyModel):
+        return f"a new model of {model.num_layers} layers, width {model.width}"
+    if size is None:
+        return model.path
+    text = f"{model.path} · {format_compact(size.num_parameters)} parameters"
+    if size.num_trained < size.num_parameters:
+        text += f", of which LoRA trains {format_compact(size.num_trained)}"
+    return f"{text} · computed in {run.learner.dtype}"
+
+
+def _describe_training(run: LanguageModelRun) -> Iterator[tuple[str, str]]:
+    training, rollout = run.training, run.rollout
+    num_episodes = training.groups_per_step * rollout.group_size
+    step_text = (
+        f"{training.groups_per_step:,} groups of {rollout.group_size:,} episodes per step = "
+        f"{num_episodes:,}"
+    )
+    if training.num_epochs is not None:
+        yield "training", f"{training.num_epochs:g} passes over the tasks · {step_text}"
+    else:
+        total = training.num_steps * num_episodes
+        yield "training", f"{training.num_steps:,} steps · {step_text} · {total:,} in all"
+    yield (
+        "episodes",
+        f"at most {_count(rollout.max_turns, 'turn')} of at most "
+        f"{rollout.max_completion_tokens:,} tokens, at most {rollout.max_tokens:,} tokens with "
+        "prompts",
+    )
+    num_sessions = rollout.num_workers * rollout.num_groups_in_flight * rollout.group_size
+    yield (
+        "sampling",
+        f"{_count(rollout.num_workers, 'worker')}, {num_sessions:,} episodes at a time · "
+        f"{run.generator.kind} engine",
+    )
+
+
+def _describe_network_training(run: NetworkRun) -> str:
+    ppo, num_steps = run.ppo, run.training.num_steps
+    num_env_steps = ppo.num_environments * ppo.steps_per_environment
+    return (
+        f"at most {num_steps:,} steps of classic PPO · {ppo.num_environments} environments, "
+        f"{ppo.steps_per_environment:,} steps in each = {num_env_steps:,} per step · "
+        f"{num_steps * num_env_steps:,} in all"
+    )
+
+
+def _describe_evaluation(run: RunConfig) -> Iterator[tuple[str, str]]:
+    evaluation = run.eval
+    text = f"{evaluation.num_games:,} episodes at the end"
+    if evaluation.num_games_during:
+        text += (
+            f", {evaluation.num_games_during:,} at the start and every "
+            f"{evaluation.every_steps:,} steps"
+        )
+    if len(run.environments) > 1:
+        text += ", in each environment"
+    yield "evaluation", f"{text} · temperature {evaluation.temperature:g}"
+    names = {name for environment in run.environments.values() for name in environment.baselines}
+    if names:
+        yield "compared", f"with {', '.join(map(format_policy_name, sorted(names)))}"
+
+
+def _describe_checkpoints(run: RunConfig, size: ModelSize | None) -> str:
+    training = run.training
+    text = f"every {training.checkpoint_every_steps:,} steps"
+    if training.checkpoint_every_s is not None:
+        text += f" and about every {format_duration(training.checkpoint_every_s)}"
+    text += f" · the last {training.keep_checkpoints} are kept"
+    if size is None:
+        return text
+    num_bytes = _measure_state(size)
+    needed_text = format_size((training.keep_checkpoints + 1) * num_bytes)
+    return f"{text} · {format_size(num_bytes)} each, {needed_text} while one is written"
+
+
+def _describe_memory(run: LanguageModelRun, size: ModelSize) -> str:
+    sampling_size = run.rollout.num_workers * _BYTES_PER_NUMBER * size.num_parameters
+    return (
+        f"at least {format_size(_measure_state(size))} for learning and "
+        f"{format_size(sampling_size)} for sampling, without activations and caches"
+    )
+
+
+def _measure_state(size: ModelSize) -> int:
+    """Return the bytes of a model in training: in the learner's memory, or in a checkpoint."""
+    num_numbers = size.num_parameters + _NUM_TRAINED_COPIES * size.num_trained
+    return _BYTES_PER_NUMBER * num_numbers
+
+
+def _count(number: int, noun: str) -> str:
+    return f"1 {noun}" if number == 1 else f"{number:,} {noun}s"
