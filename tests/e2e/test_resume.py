@@ -1,8 +1,11 @@
-"""A run that resumes after its first step ends with the weights of an uninterrupted run."""
+"""A run that resumes, or branches, after its first step ends with the weights of a whole run."""
 
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,3 +99,24 @@ def test_resumed_run_equals_an_uninterrupted_run(tmp_path: Path, setting: str) -
     assert largest_difference == 0.0
     assert list_training_rows(full_run) == list_training_rows(resumed_run)
     assert list_evaluation_rows(full_run)[-1] == list_evaluation_rows(resumed_run)[-1]
+
+
+@pytest.mark.long
+def test_a_branch_equals_the_whole_run_and_leaves_it_as_it_was(tmp_path: Path) -> None:
+    settings = (*EXACT_SETTINGS, "training.num_steps=2")
+    with start_run(tmp_path, *settings) as full_run:
+        full_run.finish()
+    names = {path: path.stat().st_mtime_ns for path in full_run.folder.rglob("*")}
+    ludus = str(Path(sys.executable).parent / "ludus")
+    output = subprocess.run(
+        [ludus, "train", "--from", f"{full_run.folder}@1", "--set", "name=branch"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert output.returncode == 0, output.stderr
+    assert names == {path: path.stat().st_mtime_ns for path in full_run.folder.rglob("*")}
+    branch = replace(full_run, folder=tmp_path / "branch")
+    full_weights, branch_weights = load_weights(full_run, 2), load_weights(branch, 2)
+    assert all(torch.equal(full_weights[name], branch_weights[name]) for name in full_weights)
+    assert list_training_rows(branch) == list_training_rows(full_run)

@@ -18,6 +18,7 @@ runs/<name>/
     environment.log  log of the environment server that the run started; with several
                      environments, environment-<name>.log
     checkpoints/     step-<n>/
+    initial_model/   the model from which a tiny model's run started
     model/           fine-tuned model of a run of `ludus sft`, in the format of Hugging Face
 """
 
@@ -43,6 +44,7 @@ LOG_FILE = "trainer.log"
 RUN_ID_FILE = "run-id"
 ENVIRONMENT_LOG_FILE = "environment.log"
 CHECKPOINTS_FOLDER = "checkpoints"
+INITIAL_MODEL_FOLDER = "initial_model"
 TENSORBOARD_FOLDER = "tensorboard"
 WANDB_FOLDER = "wandb"
 

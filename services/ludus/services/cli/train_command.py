@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -85,6 +85,15 @@ def train(
     overwrites: Annotated[
         bool, typer.Option("--overwrite", help="Replace an existing run of the same name.")
     ] = False,
+    origin: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="RUN[@STEP]",
+            help="Start another run from the latest checkpoint of a run, or from that of a step. "
+            "The settings are those of the run; change them with --set, at least the name.",
+        ),
+    ] = None,
 ) -> None:
     """Train a policy, compare it with fixed policies, and write a report.
 
@@ -92,24 +101,62 @@ def train(
     continues. For a command that is repeated until it succeeds, use --resume=auto.
 
     Example: `ludus train examples/blackjack/tiny.toml --set training.num_steps=20`
-    """
-    from ludus.proto.config import LanguageModelRun, load_run_config
 
-    config = load_run_config(config_path, overrides or ())
+    Example: `ludus train --from demo@100 --set name=demo2 --set learner.learning_rate=1e-4`
+    """
+    from ludus.proto.config import load_run_config
+
     trainer_flags = make_trainer_flags(resume, overwrites=overwrites)
-    run_dir = Path(config.output_dir) / config.name
+    if origin is not None:
+        if config_path is not None or trainer_flags:
+            raise ConfigError(
+                "--from takes the configuration of the run and writes a new folder; remove CONFIG, "
+                "--resume and --overwrite"
+            )
+        _train_branch(origin, overrides or (), is_dry_run=is_dry_run, prints_json=prints_json)
+        return
+    config = load_run_config(config_path, overrides or ())
     if is_dry_run:
-        end = run_quietly("checking", ["check", *trainer_flags], config)
-        exit_on_failure(end, run_dir, "nothing was written")
-        if end.output.resolved_config:
-            config = type(config).model_validate_json(end.output.resolved_config)
-        if prints_json:
-            write_json(config.model_dump_json(indent=2))
-        else:
-            _print_plan(config, end.output.model_size)
+        _check(config, trainer_flags, shows_plan=not prints_json, shows_json=prints_json)
         return
     _check_environments(config)
-    end = run_training(config, run_dir, trainer_flags)
+    _train_and_show(config, trainer_flags)
+
+
+def _train_branch(
+    origin: str, overrides: Sequence[str], *, is_dry_run: bool, prints_json: bool
+) -> None:
+    """Start a run from a checkpoint of another run, after all checks."""
+    from ludus.services.cli.branch import plan_branch, write_branch
+
+    branch = plan_branch(origin, overrides)
+    shows_plan = is_dry_run and not prints_json
+    _check(branch.config, [], shows_plan=shows_plan, shows_json=is_dry_run and prints_json)
+    if is_dry_run:
+        return
+    write_branch(branch)
+    print_line(get_stderr(), f"starting from {branch.checkpoint}")
+    _train_and_show(branch.config, make_trainer_flags(Resume.ALWAYS, overwrites=False))
+
+
+def _check(config: RunConfig, flags: list[str], *, shows_plan: bool, shows_json: bool) -> None:
+    """Check everything that could stop a run from starting; exit if something does."""
+    end = run_quietly("checking", ["check", *flags], config)
+    exit_on_failure(end, Path(config.output_dir) / config.name, "nothing was written")
+    if end.output.resolved_config:
+        config = type(config).model_validate_json(end.output.resolved_config)
+    if shows_json:
+        write_json(config.model_dump_json(indent=2))
+    if shows_plan:
+        _print_plan(config, end.output.model_size)
+
+
+def _train_and_show(config: RunConfig, flags: list[str]) -> None:
+    """Train a run, then print its results and the next commands."""
+    from ludus.proto.config import LanguageModelRun
+
+    run_dir = Path(config.output_dir) / config.name
+    end = run_training(config, run_dir, flags)
     exit_on_failure(end, run_dir, advise_next_command(run_dir))
     train_more = f"ludus train {run_dir / CONFIG_FILE} --resume --set training.num_steps={{more}}"
     commands = {"evaluate": f"ludus eval {run_dir}"}

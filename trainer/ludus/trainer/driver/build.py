@@ -13,7 +13,7 @@ from ludus.env.serving.subprocess import LocalServer
 from ludus.env.types import ReturnRange
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.config.environment import RANDOM_POLICY
-from ludus.proto.runs import CONFIG_FILE, Phase
+from ludus.proto.runs import CONFIG_FILE, INITIAL_MODEL_FOLDER, Phase
 from ludus.trainer.actors.buffer import RemoteBuffer
 from ludus.trainer.actors.cluster import check_sendable_functions, place_in_ray
 from ludus.trainer.actors.learner import LearnerGroup
@@ -40,8 +40,6 @@ from ludus.trainer.setup.environments import (
 from ludus.trainer.setup.first_prompts import make_canary_prompts
 from ludus.trainer.setup.shared_folder import FolderToken
 from ludus.trainer.setup.tiny_model import prepare_model
-
-_INITIAL_MODEL_FOLDER = "initial_model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +124,7 @@ async def start_components(
     )
     metrics.log_phase(Phase.PREPARE_MODEL)
     await checks.check_first_texts(run, environments)
-    model_path = await prepare_model(run, environments, run.folder / _INITIAL_MODEL_FOLDER)
+    model_path = await prepare_model(run, environments, run.folder / INITIAL_MODEL_FOLDER)
     tokenizer = ChatTokenizer.load(model_path, run.model)
     await checks.check_first_prompts(run, environments, tokenizer)
     name, environment = next(iter(environments.items()))

@@ -1,0 +1,120 @@
+"""`--from RUN[@STEP]`: a new run that continues from a checkpoint of another run.
+
+The new folder gets copies of the checkpoint and of the records up to its step. The other run is
+only read.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ludus.proto.config import RunConfig
+from ludus.proto.errors import ConfigError, NotFoundError
+from ludus.proto.runs import (
+    CHAT_TEMPLATE_FILE,
+    CHECKPOINTS_FOLDER,
+    CONFIG_FILE,
+    INITIAL_MODEL_FOLDER,
+    METRICS_FILE,
+    SAMPLES_FILE,
+    TRANSCRIPTS_FILE,
+)
+from ludus.services.cli.new_folder import write_new_folder
+from ludus.services.cli.run_names import find_run_folder
+
+_RECORDS = (METRICS_FILE, TRANSCRIPTS_FILE, SAMPLES_FILE)
+_PREFIX = "step-"
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A checkpoint of an existing run, and the new run that starts from it."""
+
+    origin: Path
+    """Folder of the existing run."""
+    checkpoint: Path
+    config: RunConfig
+    """Configuration of the new run."""
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the new run."""
+        return Path(self.config.output_dir) / self.config.name
+
+
+def plan_branch(origin: str, overrides: Sequence[str]) -> Branch:
+    """Return the branch that starts from RUN or RUN@STEP.
+
+    Raises:
+        NotFoundError: there is no such run or checkpoint.
+        ConfigError: the new run has the name of the existing one, or an override is wrong.
+    """
+    from ludus.proto.config import load_run_config
+
+    name, separator, step = origin.rpartition("@")
+    if not separator:
+        name, step = origin, ""
+    folder = find_run_folder(name)
+    checkpoint = _find_checkpoint(folder, step)
+    branch = Branch(folder, checkpoint, load_run_config(folder / CONFIG_FILE, overrides))
+    if branch.folder.resolve() == folder.resolve():
+        raise ConfigError(
+            f"--from {origin} starts a new run, which needs another name than "
+            f"'{branch.config.name}'; add --set name=NAME, or continue the run itself with "
+            f"ludus train {folder / CONFIG_FILE} --resume"
+        )
+    return branch
+
+
+def write_branch(branch: Branch) -> None:
+    """Write the folder of the new run, complete or not at all.
+
+    Raises:
+        ConfigError: the folder contains files, or cannot be written.
+    """
+    step = _parse_step(branch.checkpoint)
+    with write_new_folder(branch.folder) as (folder, _):
+        shutil.copytree(branch.checkpoint, folder / CHECKPOINTS_FOLDER / branch.checkpoint.name)
+        if (branch.origin / INITIAL_MODEL_FOLDER).is_dir():
+            shutil.copytree(branch.origin / INITIAL_MODEL_FOLDER, folder / INITIAL_MODEL_FOLDER)
+        if (branch.origin / CHAT_TEMPLATE_FILE).is_file():
+            shutil.copyfile(branch.origin / CHAT_TEMPLATE_FILE, folder / CHAT_TEMPLATE_FILE)
+        for name in _RECORDS:
+            if (branch.origin / name).is_file():
+                _copy_records(branch.origin / name, folder / name, step)
+        # The trainer reports the changes from this configuration and replaces it.
+        shutil.copyfile(branch.origin / CONFIG_FILE, folder / CONFIG_FILE)
+
+
+def _find_checkpoint(folder: Path, step: str) -> Path:
+    """Return a checkpoint of a run by its step, or the latest one if `step` is empty."""
+    checkpoints = {_parse_step(path): path for path in _list_checkpoints(folder)}
+    if not checkpoints:
+        raise NotFoundError(f"run '{folder}' has no checkpoint to start from")
+    if not step:
+        return checkpoints[max(checkpoints)]
+    if step.isdecimal() and int(step) in checkpoints:
+        return checkpoints[int(step)]
+    steps = ", ".join(map(str, sorted(checkpoints)))
+    raise NotFoundError(f"run '{folder}' has no checkpoint of step '{step}'; it has {steps}")
+
+
+def _list_checkpoints(folder: Path) -> list[Path]:
+    paths = (folder / CHECKPOINTS_FOLDER).glob(f"{_PREFIX}*")
+    return [path for path in paths if path.name.removeprefix(_PREFIX).isdecimal()]
+
+
+def _parse_step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix(_PREFIX))
+
+
+def _copy_records(source: Path, target: Path, last_step: int) -> None:
+    """Copy the complete lines of a file of records up to a step."""
+    with source.open("rb") as old_file, target.open("wb") as new_file:
+        for line in old_file:
+            if line.endswith(b"\n") and json.loads(line)["step"] <= last_step:
+                new_file.write(line)
