@@ -69,10 +69,10 @@ def list_steps(folder: Path) -> list[int]:
 def test_a_branch_resumes_from_a_copy_of_the_checkpoint(
     ludus: RunCli, run_folder: Path, tmp_path: Path, origin: str, step: int
 ) -> None:
-    before = read_all(run_folder)
+    original_files = read_all(run_folder)
     output = branch(ludus, origin, "name=other", "training.num_steps=9")
     assert f"step-{step:08d}" in output
-    assert read_all(run_folder) == before
+    assert read_all(run_folder) == original_files
 
     folder = tmp_path / "runs" / "other"
     name = f"step-{step:08d}"

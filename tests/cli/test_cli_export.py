@@ -35,10 +35,28 @@ def test_export_writes_a_model_by_the_name_of_its_run(
 
 
 def test_a_failed_export_leaves_nothing(ludus: RunCli, run_folder: Path, tmp_path: Path) -> None:
-    result = ludus("export", "runs/demo", "models/demo", "--checkpoint", "step-00000003")
-    assert result.code == 2
-    assert "step-00000003" in result.err
+    (run_folder / "checkpoints/step-00000002/model/model.safetensors").unlink()
+    result = ludus("export", "demo@2", "models/demo")
+    assert result.code != 0
+    assert "step-00000002" in result.err
     assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_export_of_an_unknown_step_names_the_steps(
+    ludus: RunCli, run_folder: Path, tmp_path: Path
+) -> None:
+    result = ludus("export", "demo@3", "models/demo")
+    assert result.code == 2
+    assert "has no checkpoint of step '3'; it has 2, 4" in result.err
+    assert not (tmp_path / "models").exists()
+
+
+def test_an_exported_model_does_not_hide_the_run_of_its_name(
+    ludus: RunCli, run_folder: Path, tmp_path: Path
+) -> None:
+    assert ludus("export", "demo@2", "demo").code == 0
+    assert ludus("export", "demo", "again").code == 0
+    assert "weights of step 4" in (tmp_path / "again/README.md").read_text()
 
 
 def test_export_keeps_a_folder_with_files(ludus: RunCli, run_folder: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -125,9 +126,12 @@ def test_rm_without_a_terminal_needs_a_confirmation(ludus: RunCli, runs_folder: 
     assert len(list(runs_folder.iterdir())) == 2
 
 
-@pytest.mark.parametrize("name", ["lat", "notes", "../runs/late", "", ".", "early/checkpoints"])
+@pytest.mark.parametrize(
+    "name", ["lat", "notes", "../runs/late", "", ".", "..", "early/checkpoints"]
+)
 def test_rm_refuses_what_is_no_run(ludus: RunCli, runs_folder: Path, name: str) -> None:
     (runs_folder / "notes").mkdir()
+    (runs_folder.parent / "metrics.jsonl").touch()
     result = ludus("runs", "rm", "early", name, "--yes")
     assert result.code == 2
     assert f"there is no run '{name}'; 'runs' has " in result.err
@@ -143,3 +147,56 @@ def test_rm_does_not_follow_links(ludus: RunCli, runs_folder: Path, tmp_path: Pa
     assert result.code == 2
     assert "is a link" in result.err
     assert (tmp_path / "kept/metrics.jsonl").exists()
+
+
+def test_rm_deletes_in_the_folder_of_either_option(ludus: RunCli, runs_folder: Path) -> None:
+    runs_folder.rename(runs_folder.with_name("data"))
+    assert ludus("runs", "--folder", "data", "rm", "early", "--yes").out == "deleted data/early\n"
+    assert ludus("runs", "rm", "late", "--folder", "data", "--yes").out == "deleted data/late\n"
+
+
+def test_rm_takes_no_json(ludus: RunCli, runs_folder: Path) -> None:
+    result = ludus("runs", "--json", "rm", "early", "--yes")
+    assert result.code == 2
+    assert (runs_folder / "early/metrics.jsonl").exists()
+
+
+def test_a_model_is_not_listed_and_not_deleted(ludus: RunCli, runs_folder: Path) -> None:
+    (runs_folder / "model").mkdir()
+    (runs_folder / "model/config.json").write_text('{"model_type": "llama", "name": "x"}')
+    assert "model" not in read_listed_runs(ludus)
+    assert ludus("runs", "rm", "model", "--yes").code == 2
+    assert (runs_folder / "model/config.json").exists()
+
+
+def test_a_resumed_run_shows_its_latest_evaluation(ludus: RunCli, runs_folder: Path) -> None:
+    rows = [
+        {"kind": "phase", "phase": "train", "step": 3, "num_steps": 6},
+        {"kind": "eval", "step": 4, "environment": "openspiel", "values": {"win_rate": 0.125}},
+        {"kind": "eval", "step": 4, "environment": "other", "values": {"win_rate": 0.5}},
+        {"kind": "train", "step": 5, "values": {"entropy": 1.0}},
+    ]
+    with (runs_folder / "late/metrics.jsonl").open("a") as file:
+        for row in rows:
+            file.write(json.dumps(row | {"elapsed_s": 1.0, "num_games_trained": 1}) + "\n")
+        file.write('{"kind": "train", "step": 6')  # incomplete
+    run = read_listed_runs(ludus)["late"]
+    assert (run["status"], run["step"], run["num_steps"]) == ("stopped", 5, 6)
+    assert run["result"] == {"metric": "wins", "value": 0.125, "ci95": None}
+
+
+def test_a_long_run_shows_its_evaluation(ludus: RunCli, runs_folder: Path) -> None:
+    (runs_folder / "late/summary.json").unlink()
+    row = {"kind": "train", "step": 9, "elapsed_s": 1.0, "num_games_trained": 1}
+    row["values"] = {f"reward_{index}": 0.5 for index in range(200)}
+    with (runs_folder / "late/metrics.jsonl").open("a") as file:
+        file.writelines(f"{json.dumps(row)}\n" for _ in range(200))
+    run = read_listed_runs(ludus)["late"]
+    assert run["result"]["value"] == 0.401  # type: ignore[index]
+    assert run["step"] == 9
+
+
+def test_names_that_are_no_text_are_listed(ludus: RunCli, runs_folder: Path) -> None:
+    (runs_folder / "late").rename(runs_folder / os.fsdecode(b"\xff"))
+    assert "\\xff" in read_listed_runs(ludus)
+    assert ludus("runs").code == 0

@@ -62,12 +62,43 @@ def test_dry_run_shows_the_run_on_one_screen_and_ends_with_ready(
     assert lines["episodes"].startswith("at most 1 turn of ")
     assert lines["evaluation"].startswith("1,234 episodes at the end")
     assert lines["folder"] == "runs/mine"
-    # 1,000 parameters, of which 100 are trained: 4 bytes for each number.
+    # Two steps may be sampled at the same time.
+    assert "at most 30 episodes at a time" in lines["sampling"]
+    # 4 bytes for each of 1,000 parameters and 100 adapters, their gradients and two moments.
     assert "1,000 parameters, of which LoRA trains 100" in lines["model"]
-    assert "5.2 kB each, 15.6 kB while one is written" in lines["checkpoints"]
-    assert "at least 5.2 kB for learning and 4 kB for sampling" in lines["memory"]
+    assert "5.6 kB each, 16.8 kB while one is written" in lines["checkpoints"]
+    assert "at least 5.6 kB for learning and 4 kB for sampling" in lines["memory"]
     assert list(lines)[-1] == "ready"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_json_without_dry_run_starts_nothing(
+    ludus: RunCli, use_fake_trainer: UseFakeTrainer, tmp_path: Path
+) -> None:
+    use_fake_trainer("succeeds")
+    result = ludus("train", "--json")
+    assert result.code == 2
+    assert "add --dry-run" in result.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dry_run_shows_no_password_of_a_server(
+    ludus: RunCli, use_fake_trainer: UseFakeTrainer
+) -> None:
+    use_fake_trainer("succeeds")
+    address = "http://user:secret@127.0.0.1:8000"
+    options = ("--set", "environment.kind=remote", "--set", f"environment.address={address}")
+    result = ludus("train", "--dry-run", *options)
+    assert "127.0.0.1:8000" in result.out
+    assert "secret" not in result.out
+
+
+def test_dry_run_shows_the_limits_of_the_environments(
+    ludus: RunCli, use_fake_trainer: UseFakeTrainer
+) -> None:
+    use_fake_trainer("succeeds")
+    options = ("--set", "environment.package=math_env", "--set", "environment.max_turns=77")
+    assert "at most 77 turns of" in ludus("train", "--dry-run", *options).out
 
 
 def test_dry_run_that_is_refused_is_not_ready(

@@ -35,7 +35,7 @@ def run_folder(original: Path, tmp_path: Path) -> Path:
 
 def export_to(folder: Path, run_folder: Path, dtype: str | None, step: int | None = None) -> Path:
     folder.mkdir()
-    checkpoint = None if step is None else Path(f"step-{step:08d}")
+    checkpoint = None if step is None else run_folder / "checkpoints" / f"step-{step:08d}"
     export_model(run_folder, checkpoint, dtype, folder)
     return folder
 
@@ -117,12 +117,49 @@ def test_a_card_names_the_base_model_of_the_hub(run_folder: Path, tmp_path: Path
     assert f"base_model: {model_id}\n" in header
 
 
+def test_texts_of_a_server_have_no_effect_in_a_card(run_folder: Path, tmp_path: Path) -> None:
+    summary = make_summary()
+    (name, result), *_ = summary.results.items()
+    hostile_name = "x`|\n# Title <img src=y> \x1b[31m"
+    results = {name: result.model_copy(update={"environment": hostile_name})}
+    summary = summary.model_copy(update={"results": results})
+    (run_folder / "summary.json").write_text(summary.model_dump_json())
+    card = (export_to(tmp_path / "out", run_folder, "float32") / "README.md").read_text()
+    assert "\x1b" not in card
+    (row, _) = (line for line in card.splitlines() if "<img" in line)
+    assert row.startswith("| `x'\\|") and row.count("`") == 2
+
+
+def test_a_card_has_no_credentials(run_folder: Path, tmp_path: Path) -> None:
+    config = json.loads((run_folder / "config.json").read_bytes())
+    address = "http://user:secret@127.0.0.1:8000"
+    config["environments"] = {"remote": {"kind": "remote", "address": address}}
+    (run_folder / "config.json").write_text(json.dumps(config))
+    card = (export_to(tmp_path / "out", run_folder, "float32") / "README.md").read_text()
+    assert "127.0.0.1:8000" in card
+    assert "secret" not in card
+
+
+def test_a_checkpoint_that_disappears_is_not_exported(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_card = export.write_card
+
+    def remove_and_write(*arguments: object) -> str:
+        shutil.rmtree(run_folder / "checkpoints" / "step-00000004")
+        return write_card(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(export, "write_card", remove_and_write)
+    with pytest.raises(CheckpointError, match="while it was exported"):
+        export_to(tmp_path / "out", run_folder, "bfloat16")
+
+
 def test_a_damaged_checkpoint_is_not_exported(run_folder: Path, tmp_path: Path) -> None:
     path = run_folder / "checkpoints/step-00000004/model/model.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\x07")
     (tmp_path / "out").mkdir()
     with pytest.raises(CheckpointError, match="step-00000004"):
-        export_model(run_folder, Path("step-00000004"), None, tmp_path / "out")
+        export_model(run_folder, path.parents[1], None, tmp_path / "out")
 
 
 def test_a_run_without_checkpoints_has_no_model(run_folder: Path, tmp_path: Path) -> None:
@@ -141,5 +178,5 @@ def test_a_network_is_not_exported(run_folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_run_is_not_exported(tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError, match="is no run folder"):
+    with pytest.raises(NotFoundError, match="is not a run folder"):
         export_to(tmp_path / "out", tmp_path, None)

@@ -364,6 +364,11 @@ class SftSummary(_Record):
     versions: dict[str, str]
     """Versions of the packages that influence the result."""
 
+    @property
+    def kept_loss(self) -> float | None:
+        """Validation loss of the weights in the model's folder; None without validation."""
+        return self.validation_loss if self.model_step == self.num_steps else self.best_loss
+
 
 class ChartCell(_Record):
     """Action probabilities of the policy in one situation."""

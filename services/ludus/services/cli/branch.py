@@ -24,10 +24,9 @@ from ludus.proto.runs import (
     TRANSCRIPTS_FILE,
 )
 from ludus.services.cli.new_folder import write_new_folder
-from ludus.services.cli.run_names import find_run_folder
+from ludus.services.cli.run_names import list_checkpoints, parse_step, split_run_step
 
 _RECORDS = (METRICS_FILE, TRANSCRIPTS_FILE, SAMPLES_FILE)
-_PREFIX = "step-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +54,11 @@ def plan_branch(origin: str, overrides: Sequence[str]) -> Branch:
     """
     from ludus.proto.config import load_run_config
 
-    name, separator, step = origin.rpartition("@")
-    if not separator:
-        name, step = origin, ""
-    folder = find_run_folder(name)
-    checkpoint = _find_checkpoint(folder, step)
+    folder, checkpoint = split_run_step(origin)
+    if checkpoint is None:
+        checkpoint = next(reversed(list_checkpoints(folder)), None)
+    if checkpoint is None:
+        raise NotFoundError(f"run '{folder}' has no checkpoint to start from")
     branch = Branch(folder, checkpoint, load_run_config(folder / CONFIG_FILE, overrides))
     if branch.folder.resolve() == folder.resolve():
         raise ConfigError(
@@ -76,7 +75,7 @@ def write_branch(branch: Branch) -> None:
     Raises:
         ConfigError: the folder contains files, or cannot be written.
     """
-    step = _parse_step(branch.checkpoint)
+    step = parse_step(branch.checkpoint)
     with write_new_folder(branch.folder) as (folder, _):
         shutil.copytree(branch.checkpoint, folder / CHECKPOINTS_FOLDER / branch.checkpoint.name)
         if (branch.origin / INITIAL_MODEL_FOLDER).is_dir():
@@ -88,28 +87,6 @@ def write_branch(branch: Branch) -> None:
                 _copy_records(branch.origin / name, folder / name, step)
         # The trainer reports the changes from this configuration and replaces it.
         shutil.copyfile(branch.origin / CONFIG_FILE, folder / CONFIG_FILE)
-
-
-def _find_checkpoint(folder: Path, step: str) -> Path:
-    """Return a checkpoint of a run by its step, or the latest one if `step` is empty."""
-    checkpoints = {_parse_step(path): path for path in _list_checkpoints(folder)}
-    if not checkpoints:
-        raise NotFoundError(f"run '{folder}' has no checkpoint to start from")
-    if not step:
-        return checkpoints[max(checkpoints)]
-    if step.isdecimal() and int(step) in checkpoints:
-        return checkpoints[int(step)]
-    steps = ", ".join(map(str, sorted(checkpoints)))
-    raise NotFoundError(f"run '{folder}' has no checkpoint of step '{step}'; it has {steps}")
-
-
-def _list_checkpoints(folder: Path) -> list[Path]:
-    paths = (folder / CHECKPOINTS_FOLDER).glob(f"{_PREFIX}*")
-    return [path for path in paths if path.name.removeprefix(_PREFIX).isdecimal()]
-
-
-def _parse_step(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix(_PREFIX))
 
 
 def _copy_records(source: Path, target: Path, last_step: int) -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ludus.proto.paths import expand_home
 from ludus.services.cli.console import get_stdout, print_line
 from ludus.services.cli.new_folder import Folder, write_new_folder
-from ludus.services.cli.options import Run
-from ludus.services.cli.run_names import find_run_folder
+from ludus.services.cli.run_names import split_run_step
 from ludus.services.cli.train_command import exit_on_failure, run_quietly
 
 
@@ -25,17 +22,15 @@ class Dtype(StrEnum):
 
 
 def export(
-    run: Run,
-    folder: Folder,
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Checkpoint of the run, for example step-00000100.",
-            show_default="latest; of a fine-tuning run, the kept model",
-            callback=expand_home,
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN[@STEP]",
+            help="Folder of a run, or its name in runs/. Without a step, the latest checkpoint, or "
+            "the model that a fine-tuning run kept.",
         ),
-    ] = None,
+    ],
+    folder: Folder,
     dtype: Annotated[
         Dtype | None,
         typer.Option(help="Type of the weights.", show_default="type of the original model"),
@@ -47,11 +42,13 @@ def export(
     a model card with the run's results. LoRA adapters are merged into the weights.
 
     Example: `ludus export demo demo-model`
+
+    Example: `ludus export demo@100 demo-model --dtype float32`
     """
-    run_folder = find_run_folder(run)
+    run_folder, checkpoint = split_run_step(run)
     with write_new_folder(folder) as (new_folder, _):
         arguments = ["export", "--run", str(run_folder), "--folder", str(new_folder.absolute())]
-        arguments += [] if checkpoint is None else ["--checkpoint", str(checkpoint)]
+        arguments += [] if checkpoint is None else ["--checkpoint", str(checkpoint.absolute())]
         arguments += [] if dtype is None else ["--dtype", dtype]
         end = run_quietly("exporting the model", arguments)
         exit_on_failure(end, run_folder, "nothing was written")

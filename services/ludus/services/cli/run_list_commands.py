@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
+from ludus.env.text.terminal import clean_for_terminal
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.proto.paths import expand_home
+from ludus.proto.run_lock import LOCK_FILE, RunLock, is_in_use
+from ludus.proto.runs import CONFIG_FILE, METRICS_FILE
 from ludus.services.cli.console import (
     get_stderr,
     get_stdout,
@@ -30,37 +33,47 @@ from ludus.services.numbers import (
 )
 
 if TYPE_CHECKING:
-    from ludus.services.report.run_list import ListedRun, RunResult
+    from ludus.services.run_list import ListedRun, RunResult
 
 app = typer.Typer(invoke_without_command=True)
 
 Folder = Annotated[
-    Path,
-    typer.Option("--folder", metavar="FOLDER", help="Parent folder.", callback=expand_home),
+    Path | None,
+    typer.Option(
+        "--folder",
+        metavar="FOLDER",
+        help="Folder that contains the runs.",
+        show_default=str(RUNS_FOLDER),
+        callback=expand_home,
+    ),
 ]
 
 
 @app.callback()
 def list_runs(
     context: typer.Context,
-    folder: Folder = RUNS_FOLDER,
+    folder: Folder = None,
     prints_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document per run.")
     ] = False,
 ) -> None:
     """List the runs on this machine, the latest first, or delete some.
 
-    The result is that of the latest evaluation in the first environment, with its 95 % interval; of
-    a fine-tuning run, the lowest validation loss.
+    The result is that of the latest evaluation in the first environment, with half the width of its
+    95 % interval; for a finished fine-tuning run, the validation loss of its model.
 
     Example: `ludus runs`
 
     Example: `ludus runs rm demo`
     """
+    context.obj = folder
     if context.invoked_subcommand is not None:
+        if prints_json:
+            raise ConfigError("--json is for the list of runs; remove it")
         return
-    from ludus.services.report.run_list import list_run_folders, read_listed_run
+    from ludus.services.run_list import list_run_folders, read_listed_run
 
+    folder = folder or RUNS_FOLDER
     runs = sorted(
         map(read_listed_run, list_run_folders(folder)), key=lambda run: run.changed_s, reverse=True
     )
@@ -70,13 +83,14 @@ def list_runs(
     elif runs:
         _print_table(runs)
     else:
-        print_line(get_stderr(), f"no runs in '{folder}'; --folder names another parent folder")
+        print_line(get_stderr(), f"no runs in '{folder}'; --folder names another folder")
 
 
 @app.command("rm")
 def remove(
+    context: typer.Context,
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names of runs.")],
-    folder: Folder = RUNS_FOLDER,
+    folder: Folder = None,
     is_confirmed: Annotated[
         bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")
     ] = False,
@@ -87,27 +101,28 @@ def remove(
 
     Example: `ludus runs rm demo demo2`
     """
-    from ludus.services.report.run_list import measure_folder
+    from ludus.services.run_list import measure_folder
 
-    run_folders = [_find_run(name, folder) for name in dict.fromkeys(names)]
+    parent = folder or context.obj or RUNS_FOLDER
+    run_folders = [_find_run(name, parent) for name in dict.fromkeys(names)]
     size_text = format_size(sum(map(measure_folder, run_folders)))
-    paths_text = ", ".join(f"'{path}'" for path in run_folders)
+    paths_text = clean_for_terminal(", ".join(f"'{path}'" for path in run_folders))
     if not is_confirmed:
         if not sys.stdin.isatty():
             raise ConfigError(f"this would delete {paths_text} ({size_text}); add --yes to confirm")
         typer.confirm(f"Delete {paths_text} ({size_text})?", abort=True, err=True)
     for path in run_folders:
-        shutil.rmtree(path)
+        _delete_run(path)
         print_line(get_stdout(), f"deleted {path}")
 
 
 def _find_run(name: str, parent: Path) -> Path:
     """Return the folder of a run that can be deleted."""
-    from ludus.proto.run_lock import is_in_use
-    from ludus.services.report.run_list import is_run_folder
+    from ludus.services.run_list import list_run_folders
 
     folder = parent / name
-    if not name or Path(name).name != name or not is_run_folder(folder):
+    # Only an entry of the folder can be deleted, so not `..` or a path.
+    if not any(name == path.name for path in list_run_folders(parent)):
         raise NotFoundError(explain_missing_run(name, parent))
     if folder.is_symlink():
         raise ConfigError(
@@ -116,6 +131,32 @@ def _find_run(name: str, parent: Path) -> Path:
     if is_in_use(folder):
         raise ConfigError(f"run '{name}' is training; stop it with Ctrl-C first")
     return folder
+
+
+def _delete_run(folder: Path) -> None:
+    """Delete a run's folder; until the end, it is still that of a run.
+
+    Raises:
+        ConfigError: a process trains in the folder, or it cannot be deleted.
+    """
+    try:
+        lock = RunLock.take(folder)
+        try:
+            records = (METRICS_FILE, CONFIG_FILE, LOCK_FILE)
+            for path in list(folder.iterdir()):
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                elif path.name not in records:
+                    path.unlink()
+            for name in records:
+                (folder / name).unlink(missing_ok=True)
+            folder.rmdir()
+        finally:
+            lock.release()
+    except OSError as error:
+        raise ConfigError(
+            f"'{folder}' cannot be deleted: {error.strerror or error} ('{error.filename}')"
+        ) from error
 
 
 def _print_table(runs: Sequence[ListedRun]) -> None:

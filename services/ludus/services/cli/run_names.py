@@ -1,4 +1,4 @@
-"""Runs that a user names by their folder, or by their name in runs/."""
+"""Runs that a user names by their folder, or by their name in runs/, and their checkpoints."""
 
 from __future__ import annotations
 
@@ -7,28 +7,30 @@ from pathlib import Path
 
 from ludus.proto.errors import NotFoundError
 from ludus.proto.paths import parse_path
+from ludus.proto.runs import CHECKPOINTS_FOLDER
 
 RUNS_FOLDER = Path("runs")
 _NUM_SHOWN_NAMES = 5
+_CHECKPOINT_PREFIX = "step-"
 
 
-def find_run_folder(run: str, parent: Path = RUNS_FOLDER) -> Path:
+def find_run_folder(run: str) -> Path:
     """Return the folder of a run.
 
     Raises:
         NotFoundError: there is no such run.
     """
-    from ludus.services.report.run_list import is_run_folder
+    from ludus.services.run_list import is_run_folder
 
-    for folder in (parse_path(run), parent / run):
+    for folder in (parse_path(run), RUNS_FOLDER / run):
         if is_run_folder(folder):
             return folder
-    raise NotFoundError(explain_missing_run(run, parent))
+    raise NotFoundError(explain_missing_run(run, RUNS_FOLDER))
 
 
 def explain_missing_run(run: str, parent: Path) -> str:
     """Return a message that names the runs in a folder that the user may have meant."""
-    from ludus.services.report.run_list import list_run_folders
+    from ludus.services.run_list import list_run_folders
 
     names = [folder.name for folder in list_run_folders(parent)]
     similar_names = difflib.get_close_matches(Path(run).name, names, n=3)
@@ -36,3 +38,32 @@ def explain_missing_run(run: str, parent: Path) -> str:
     if not similar_names:
         return f"there is no run '{run}'; name the folder of a run, or a run in '{parent}'"
     return f"there is no run '{run}'; '{parent}' has {', '.join(similar_names)}"
+
+
+def split_run_step(text: str) -> tuple[Path, Path | None]:
+    """Return the run and the checkpoint that RUN[@STEP] names; None without a step.
+
+    Raises:
+        NotFoundError: there is no such run or checkpoint.
+    """
+    name, separator, step = text.rpartition("@")
+    if not separator:
+        return find_run_folder(text), None
+    folder = find_run_folder(name)
+    checkpoints = {parse_step(path): path for path in list_checkpoints(folder)}
+    if step.isdecimal() and int(step) in checkpoints:
+        return folder, checkpoints[int(step)]
+    steps = ", ".join(map(str, sorted(checkpoints))) or "none"
+    raise NotFoundError(f"run '{folder}' has no checkpoint of step '{step}'; it has {steps}")
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints of a run, the latest last."""
+    paths = (folder / CHECKPOINTS_FOLDER).glob(f"{_CHECKPOINT_PREFIX}*")
+    checkpoints = [path for path in paths if path.name.removeprefix(_CHECKPOINT_PREFIX).isdecimal()]
+    return sorted(checkpoints, key=parse_step)
+
+
+def parse_step(checkpoint: Path) -> int:
+    """Return the step of a checkpoint."""
+    return int(checkpoint.name.removeprefix(_CHECKPOINT_PREFIX))

@@ -1,15 +1,18 @@
-"""What a run is about to do, on one screen: the last output of `ludus train --dry-run`."""
+"""The plan of a run on one screen, with which `ludus train --dry-run` ends."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
+from ludus.env.transports.address import parse_address
 from ludus.proto.config import (
     EnvironmentConfig,
     LanguageModelRun,
+    ModelCritic,
     NetworkEnvironmentConfig,
     NetworkRun,
+    PpoConfig,
     RunConfig,
     TinyModel,
 )
@@ -18,10 +21,10 @@ from ludus.services.display import format_policy_name
 from ludus.services.numbers import format_compact, format_duration, format_size
 
 _BYTES_PER_NUMBER = 4
-"""Weights, gradients and moments are float32, whatever the type of the computation."""
-_NUM_TRAINED_COPIES = 3
-"""Numbers per trained parameter, besides the model's weights: the gradient in memory, or the copy
-of the weights in a checkpoint, and two moments of Adam."""
+"""The learner's numbers are float32, whatever the type of its computation."""
+_NUM_STATES = 3
+"""Additional numbers per trained parameter: two moments of Adam, and the gradient (in memory) or a
+second copy of the weights (in a checkpoint)."""
 
 
 def list_plan_lines(run: RunConfig, size: ModelSize | None) -> Iterator[tuple[str, str]]:
@@ -47,7 +50,7 @@ def list_plan_lines(run: RunConfig, size: ModelSize | None) -> Iterator[tuple[st
 
 def _describe_environment(environment: EnvironmentConfig | NetworkEnvironmentConfig) -> str:
     if environment.kind == "remote":
-        return environment.address
+        return str(parse_address(environment.address))  # without credentials
     options = ", ".join(f"{name} = {value}" for name, value in environment.options.items())
     return f"{environment.package} ({options})" if options else environment.package
 
@@ -76,16 +79,25 @@ def _describe_training(run: LanguageModelRun) -> Iterator[tuple[str, str]]:
     else:
         total = training.num_steps * num_episodes
         yield "training", f"{training.num_steps:,} steps · {step_text} · {total:,} in all"
+    environments = run.environments.values()
+    max_turns = max(environment.max_turns or rollout.max_turns for environment in environments)
+    max_completion_tokens = max(
+        environment.max_completion_tokens or rollout.max_completion_tokens
+        for environment in environments
+    )
+    max_tokens = max(environment.max_tokens or rollout.max_tokens for environment in environments)
     yield (
         "episodes",
-        f"at most {_count(rollout.max_turns, 'turn')} of at most "
-        f"{rollout.max_completion_tokens:,} tokens, at most {rollout.max_tokens:,} tokens with "
-        "prompts",
+        f"at most {_count(max_turns, 'turn')} of at most {max_completion_tokens:,} tokens, at most "
+        f"{max_tokens:,} tokens with prompts",
     )
-    num_sessions = rollout.num_workers * rollout.num_groups_in_flight * rollout.group_size
+    num_sessions = min(
+        rollout.num_workers * rollout.num_groups_in_flight * rollout.group_size,
+        (training.max_staleness + 1) * num_episodes,
+    )
     yield (
         "sampling",
-        f"{_count(rollout.num_workers, 'worker')}, {num_sessions:,} episodes at a time · "
+        f"{_count(rollout.num_workers, 'worker')}, at most {num_sessions:,} episodes at a time · "
         f"{run.generator.kind} engine",
     )
 
@@ -126,20 +138,32 @@ def _describe_checkpoints(run: RunConfig, size: ModelSize | None) -> str:
         return text
     num_bytes = _measure_state(size)
     needed_text = format_size((training.keep_checkpoints + 1) * num_bytes)
-    return f"{text} · {format_size(num_bytes)} each, {needed_text} while one is written"
+    return (
+        f"{text} · {format_size(num_bytes)} each, {needed_text} while one is written"
+        f"{_describe_critic(run)}"
+    )
 
 
 def _describe_memory(run: LanguageModelRun, size: ModelSize) -> str:
-    sampling_size = run.rollout.num_workers * _BYTES_PER_NUMBER * size.num_parameters
+    num_bytes = _BYTES_PER_NUMBER if run.learner.dtype == "float32" else _BYTES_PER_NUMBER // 2
+    sampling_size = run.rollout.num_workers * num_bytes * size.num_parameters
     return (
         f"at least {format_size(_measure_state(size))} for learning and "
         f"{format_size(sampling_size)} for sampling, without activations and caches"
+        f"{_describe_critic(run)}"
     )
+
+
+def _describe_critic(run: RunConfig) -> str:
+    algorithm = run.algorithm if isinstance(run, LanguageModelRun) else None
+    has_critic = isinstance(algorithm, PpoConfig) and isinstance(algorithm.critic, ModelCritic)
+    return ", more with the critic" if has_critic else ""
 
 
 def _measure_state(size: ModelSize) -> int:
     """Return the bytes of a model in training: in the learner's memory, or in a checkpoint."""
-    num_numbers = size.num_parameters + _NUM_TRAINED_COPIES * size.num_trained
+    num_adapters = size.num_trained if size.num_trained < size.num_parameters else 0
+    num_numbers = size.num_parameters + num_adapters + _NUM_STATES * size.num_trained
     return _BYTES_PER_NUMBER * num_numbers
 
 

@@ -20,6 +20,7 @@ from ludus.services.cli.train_command import (
     READY_TEXT,
     PrintsConfig,
     advise_next_command,
+    check_json_option,
     exit_on_failure,
     make_trainer_flags,
     run_quietly,
@@ -35,7 +36,7 @@ def fine_tune(
         bool,
         typer.Option(
             "--dry-run",
-            help="Check the model and every conversation, then print what the run would do.",
+            help="Check the model and every conversation, then print the size of the data.",
         ),
     ] = False,
     prints_json: PrintsConfig = False,
@@ -64,6 +65,7 @@ def fine_tune(
 
     config = load_sft_config(config_path, overrides or ())
     flags = make_trainer_flags(resume, overwrites=overwrites)
+    check_json_option(is_dry_run=is_dry_run, prints_json=prints_json)
     run_dir = Path(config.output_dir) / config.name
     if is_dry_run:
         end = run_quietly("checking", ["check", *flags], config)
@@ -93,7 +95,7 @@ def _print_summary(run_dir: Path) -> None:
         table = make_table("validation", "loss per token", "step")
         table.add_row("before training", _format_loss(summary.start_loss), "0")
         table.add_row("last", _format_loss(summary.validation_loss), f"{summary.num_steps:,}")
-        table.add_row("kept", _format_kept_loss(summary), f"{summary.model_step:,}")
+        table.add_row("kept", _format_loss(summary.kept_loss), f"{summary.model_step:,}")
         console.print(table)
     end = ", stopped early" if summary.has_stopped_early else ""
     print_line(
@@ -106,13 +108,9 @@ def _print_summary(run_dir: Path) -> None:
     print_line(console, f"model       {summary.model_folder}")
     print_line(console, f'use it      model = {{kind = "pretrained", path = "{run_dir}"}}', "dim")
     train_more = f"ludus sft {run_dir / CONFIG_FILE} --resume --set training.num_epochs=N"
+    print_line(console, f"export      ludus export {run_dir} {summary.name}-model", "dim")
     print_line(console, f"train more  {train_more}", "dim")
 
 
 def _format_loss(loss: float | None) -> str:
     return "" if loss is None else format_fixed(loss, 4)
-
-
-def _format_kept_loss(summary: SftSummary) -> str:
-    is_best = summary.model_step != summary.num_steps
-    return _format_loss(summary.best_loss if is_best else summary.validation_loss)

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from rich.status import Status
 from typer.core import TyperCommand
 
-from ludus.env.text.terminal import format_notice
+from ludus.env.text.terminal import clean_for_terminal, format_notice
 from ludus.proto.errors import ConfigError, NotFoundError, UserError
 from ludus.proto.runs import (
     CHECKPOINTS_FOLDER,
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from ludus.proto.config import RecordedRun, RunConfig
 
 
+MAX_PLAN_LINE = 300
 READY_TEXT = "nothing was written; --json prints every setting"
 PrintsConfig = Annotated[
     bool,
@@ -107,6 +108,7 @@ def train(
     from ludus.proto.config import load_run_config
 
     trainer_flags = make_trainer_flags(resume, overwrites=overwrites)
+    check_json_option(is_dry_run=is_dry_run, prints_json=prints_json)
     if origin is not None:
         if config_path is not None or trainer_flags:
             raise ConfigError(
@@ -117,7 +119,7 @@ def train(
         return
     config = load_run_config(config_path, overrides or ())
     if is_dry_run:
-        _check(config, trainer_flags, shows_plan=not prints_json, shows_json=prints_json)
+        _check_start(config, trainer_flags, shows_plan=not prints_json, shows_json=prints_json)
         return
     _check_environments(config)
     _train_and_show(config, trainer_flags)
@@ -131,7 +133,7 @@ def _train_branch(
 
     branch = plan_branch(origin, overrides)
     shows_plan = is_dry_run and not prints_json
-    _check(branch.config, [], shows_plan=shows_plan, shows_json=is_dry_run and prints_json)
+    _check_start(branch.config, [], shows_plan=shows_plan, shows_json=is_dry_run and prints_json)
     if is_dry_run:
         return
     write_branch(branch)
@@ -139,7 +141,9 @@ def _train_branch(
     _train_and_show(branch.config, make_trainer_flags(Resume.ALWAYS, overwrites=False))
 
 
-def _check(config: RunConfig, flags: list[str], *, shows_plan: bool, shows_json: bool) -> None:
+def _check_start(
+    config: RunConfig, flags: list[str], *, shows_plan: bool, shows_json: bool
+) -> None:
     """Check everything that could stop a run from starting; exit if something does."""
     end = run_quietly("checking", ["check", *flags], config)
     exit_on_failure(end, Path(config.output_dir) / config.name, "nothing was written")
@@ -171,7 +175,9 @@ def _print_plan(config: RunConfig, size: ModelSize | None) -> None:
     lines = [*list_plan_lines(config, size), ("ready", READY_TEXT)]
     width = max(len(title) for title, _ in lines) + 2
     for title, text in lines:
-        print_line(get_stdout(), f"{title:<{width}}{text}")
+        line = clean_for_terminal(f"{title:<{width}}{text}")
+        is_long = len(line) > MAX_PLAN_LINE
+        print_line(get_stdout(), f"{line[: MAX_PLAN_LINE - 3]}..." if is_long else line)
 
 
 def read_run_config(run_dir: Path) -> RunConfig:
@@ -209,6 +215,16 @@ def advise_next_command(run_dir: Path, command: str = "train") -> str:
     if any((run_dir / CHECKPOINTS_FOLDER).glob("step-*[0-9]")):
         return f"continue with: ludus {command} {run_dir / CONFIG_FILE} --resume"
     return "no checkpoint was written yet; the same command starts again"
+
+
+def check_json_option(*, is_dry_run: bool, prints_json: bool) -> None:
+    """Check that --json belongs to a dry run.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if prints_json and not is_dry_run:
+        raise ConfigError("--json prints the configuration of a dry run; add --dry-run")
 
 
 def make_trainer_flags(resume: Resume, *, overwrites: bool) -> list[str]:

@@ -62,13 +62,18 @@ def check(run: LanguageModelRun, *, resume: Resume, overwrite: bool) -> None:
     Standard output gets the configuration, with the settings that its environments determine, and
     the size of a pretrained model.
     """
-    check_start(resolve_config(run), resume)
-    run = resolve_num_threads(run)
+    adapted_run = resolve_config(run)
+    check_start(adapted_run, resume)
+    adapted_run = resolve_num_threads(adapted_run)
+    # The configuration keeps the user's paths.
+    fields = ("generator", "rollout", "learner")
+    run = run.model_copy(update={field: getattr(adapted_run, field) for field in fields})
     if needs_choice(run):
         run = resolve_invalid_action_rewards(run, asyncio.run(fetch_return_ranges(run)))
     sys.stdout.write(f"{RESOLVED_PREFIX}{run.model_dump_json()}\n")
-    if isinstance(run.model, PretrainedModel):
-        sys.stdout.write(f"{MODEL_SIZE_PREFIX}{measure_model(run.model).model_dump_json()}\n")
+    if isinstance(adapted_run.model, PretrainedModel):
+        size = measure_model(adapted_run.model)
+        sys.stdout.write(f"{MODEL_SIZE_PREFIX}{size.model_dump_json()}\n")
 
 
 def evaluate(run: LanguageModelRun, checkpoint: Path) -> Evaluation:

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
@@ -28,9 +30,9 @@ from ludus.proto.config import (
     SftRun,
     validate_recorded_run_json,
 )
-from ludus.proto.errors import ConfigError, NotFoundError, UserError
+from ludus.proto.errors import CheckpointError, ConfigError, NotFoundError, UserError
 from ludus.proto.runs import CHECKPOINTS_FOLDER, CONFIG_FILE
-from ludus.trainer.core.output import warn_user
+from ludus.trainer.core.output import describe_write_error, warn_user
 from ludus.trainer.models import load
 from ludus.trainer.run.checkpoint import MODEL_FOLDER, find_checkpoint, parse_checkpoint_step
 from ludus.trainer.setup.model_card import CARD_FILE, write_card
@@ -58,8 +60,8 @@ def export_model(
     """Write the model of a run to an empty folder, with a model card.
 
     Args:
-        checkpoint: checkpoint in the run, by name or path. None takes the fine-tuned model of a run
-            of `ludus sft`, and otherwise the latest checkpoint.
+        checkpoint: checkpoint of the run. None takes the fine-tuned model of a run of `ludus sft`,
+            and otherwise the latest checkpoint.
         dtype: "bfloat16", "float16" or "float32"; None takes that of the original model.
 
     Raises:
@@ -68,17 +70,36 @@ def export_model(
     run = _read_run(run_folder)
     source = _find_source(run_folder, run, checkpoint)
     new_dtype = _find_original_dtype(run) if dtype is None else _DTYPES[dtype]
-    for path in source.folder.iterdir():
+    try:
+        paths = list(source.folder.iterdir())
+        _copy_files(paths, folder, includes_weights=new_dtype is None)
+        if new_dtype is not None:
+            config = load.load_config(source.folder)
+            config.dtype = new_dtype
+            config.save_pretrained(folder)
+            weight_paths = sorted(path for path in paths if path.match(_WEIGHT_PATTERN))
+            _convert_weights(weight_paths, new_dtype, folder)
+        card = write_card(run, run_folder, source.step)
+        (folder / CARD_FILE).write_text(card, encoding="utf-8")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"the model in '{source.folder}' cannot be exported; "
+            f"{describe_write_error(folder, error)}"
+        ) from error
+    if not all(path.exists() for path in paths):
+        raise CheckpointError(
+            f"the model in '{source.folder}' was replaced or removed while it was exported; try "
+            "again, or choose another step with RUN@STEP"
+        )
+
+
+def _copy_files(paths: Sequence[Path], folder: Path, *, includes_weights: bool) -> None:
+    """Copy the files of a model, without networks of the learner such as a value head."""
+    for path in paths:
         is_weights = path.match(_WEIGHT_PATTERN) or path.name == SAFE_WEIGHTS_INDEX_NAME
-        is_other_network = path.suffix == ".safetensors" and not is_weights  # such as a value head
-        if path.is_file() and not is_other_network and not (is_weights and new_dtype):
+        is_copied = includes_weights if is_weights else path.suffix != ".safetensors"
+        if is_copied and not path.is_dir():
             shutil.copyfile(path, folder / path.name)
-    if new_dtype is not None:
-        config = load.load_config(source.folder)
-        config.dtype = new_dtype
-        config.save_pretrained(folder)
-        _convert_weights(source.folder, new_dtype, folder)
-    (folder / CARD_FILE).write_text(write_card(run, run_folder, source.step), encoding="utf-8")
 
 
 def _read_run(run_folder: Path) -> LanguageModelRun | SftRun:
@@ -86,8 +107,8 @@ def _read_run(run_folder: Path) -> LanguageModelRun | SftRun:
         run = validate_recorded_run_json((run_folder / CONFIG_FILE).read_bytes())
     except FileNotFoundError:
         raise NotFoundError(
-            f"'{run_folder}' is no run folder, because it has no {CONFIG_FILE}; `ludus runs` lists "
-            "the runs"
+            f"'{run_folder}' is not a run folder, because it has no {CONFIG_FILE}; `ludus runs` "
+            "lists the runs"
         ) from None
     except ValueError as error:
         raise ConfigError(f"'{run_folder / CONFIG_FILE}' cannot be read: {error}") from error
@@ -128,26 +149,25 @@ def _find_original_dtype(run: LanguageModelRun | SftRun) -> torch.dtype | None:
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
-def _convert_weights(source: Path, dtype: torch.dtype, folder: Path) -> None:
-    """Write the weights of `source` to `folder`, with floating-point numbers as `dtype`."""
-    files = {}
-    shapes = {}
-    for path in sorted(source.glob(_WEIGHT_PATTERN)):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (not a dictionary)
-                files[name] = path
-                shape = file.get_slice(name).get_shape()
-                shapes[name] = torch.empty(shape, dtype=dtype, device="meta")
-    plan = split_torch_state_dict_into_shards(shapes)
-    for file_name, names in plan.filename_to_tensors.items():
-        tensors = {name: _read_tensor(files[name], name, dtype) for name in names}
-        save_file(tensors, folder / file_name, metadata={"format": "pt"})
+def _convert_weights(paths: Sequence[Path], dtype: torch.dtype, folder: Path) -> None:
+    """Write the weights of the files to `folder`, with floating-point numbers as `dtype`."""
+    with ExitStack() as stack:
+        # The files stay open, so that all weights are of the same model.
+        files = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
+        file_of_name = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+        plan = split_torch_state_dict_into_shards(
+            {
+                name: torch.empty(file.get_slice(name).get_shape(), dtype=dtype, device="meta")
+                for name, file in file_of_name.items()
+            }
+        )
+        for file_name, names in plan.filename_to_tensors.items():
+            tensors = {name: file_of_name[name].get_tensor(name) for name in names}
+            tensors = {
+                name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+                for name, tensor in tensors.items()
+            }
+            save_file(tensors, folder / file_name, metadata={"format": "pt"})
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2), encoding="utf-8")
-
-
-def _read_tensor(path: Path, name: str, dtype: torch.dtype) -> torch.Tensor:
-    with safe_open(path, framework="pt") as file:
-        tensor: torch.Tensor = file.get_tensor(name)
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor

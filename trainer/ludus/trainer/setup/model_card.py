@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from importlib.metadata import version
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from ludus.proto.config import LanguageModelRun, PretrainedModel, SftRun
+from ludus.env.text.terminal import clean_for_terminal
+from ludus.env.transports.address import parse_address
+from ludus.proto.config import EnvironmentConfig, LanguageModelRun, PretrainedModel, SftRun
 from ludus.proto.runs import SUMMARY_FILE, EnvironmentResult, PolicyResult, SftSummary, Summary
-from ludus.trainer.models import load
 
 CARD_FILE = "README.md"
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 _USE = """## Use
 
@@ -41,30 +44,38 @@ def write_card(run: LanguageModelRun | SftRun, run_folder: Path, step: int | Non
 def _write_header(run: LanguageModelRun | SftRun) -> str:
     method = "sft" if isinstance(run, SftRun) else "reinforcement-learning"
     lines = ["library_name: transformers", "pipeline_tag: text-generation"]
-    if isinstance(run.model, PretrainedModel) and not _is_folder(run.model.path):
-        lines.append(f"base_model: {run.model.path}")
+    path = run.model.path if isinstance(run.model, PretrainedModel) else ""
+    if _HUB_ID.fullmatch(path) and not Path(path).exists():
+        lines.append(f"base_model: {path}")
     return "\n".join(["---", *lines, f"tags: [ludus, {method}]", "---", ""])
 
 
-def _is_folder(path: str) -> bool:
-    return load.is_folder_path(path) or Path(path).exists()
-
-
 def _describe_training(run: LanguageModelRun | SftRun, step: int | None) -> str:
-    model = run.model.path if isinstance(run.model, PretrainedModel) else "a model made for the run"
+    model = "A model created for the run"
+    if isinstance(run.model, PretrainedModel):
+        model = _quote(run.model.path)
     if isinstance(run, SftRun):
-        method, subject = "fine-tuned", f"the conversations in {run.data.path}"
+        method, subject = "fine-tuned", f"the conversations in {_quote(run.data.path)}"
     else:
-        method = f"trained by {run.algorithm.kind.upper()}"
-        subject = ", ".join(
-            environment.address if environment.kind == "remote" else environment.package
-            for environment in run.environments.values()
-        )
+        method = f"trained with {run.algorithm.kind.upper()}"
+        subject = ", ".join(map(_name_environment, run.environments.values()))
     step_text = "" if step is None else f" These are the weights of step {step}."
     return (
         f"{model}, {method} on {subject} with Ludus {version('ludus-trainer')}, seed {run.seed}."
         f"{step_text}\n"
     )
+
+
+def _name_environment(environment: EnvironmentConfig) -> str:
+    if environment.kind == "remote":
+        return _quote(str(parse_address(environment.address)))  # without credentials
+    return _quote(environment.package)
+
+
+def _quote(text: str) -> str:
+    """Return a text as code, so that Markdown and HTML in it have no effect."""
+    text = clean_for_terminal(text).replace("`", "'").replace("|", "\\|")
+    return f"`{text}`"
 
 
 def _write_results(run: LanguageModelRun | SftRun, run_folder: Path, step: int | None) -> list[str]:
@@ -75,17 +86,17 @@ def _write_results(run: LanguageModelRun | SftRun, run_folder: Path, step: int |
     except (FileNotFoundError, ValidationError):
         return []
     if isinstance(summary, SftSummary):
-        if summary.best_loss is None or step is not None:
+        if summary.kept_loss is None or step is not None:
             return []
         start_text = "" if summary.start_loss is None else f", from {summary.start_loss:.3f}"
-        return ["## Results\n", f"Validation loss {summary.best_loss:.3f}{start_text}.\n"]
+        return ["## Results\n", f"Validation loss {summary.kept_loss:.3f}{start_text}.\n"]
     if step != summary.num_steps:
         return []
     lines = ["| environment | measure | before | after |", "|---|---|---|---|"]
     lines += [row for result in summary.results.values() for row in _write_rows(result)]
     first_result = next(iter(summary.results.values()))
     note = (
-        f"Of {first_result.report.policy.num_games:,} held-back episodes at temperature "
+        f"Measured on {first_result.report.policy.num_games:,} held-back episodes at temperature "
         f"{summary.eval_temperature:g}, with 95 % intervals.\n"
     )
     return ["## Results\n", *lines, "", note]
@@ -93,7 +104,7 @@ def _write_results(run: LanguageModelRun | SftRun, run_folder: Path, step: int |
 
 def _write_rows(result: EnvironmentResult) -> list[str]:
     policies = result.start, result.report.policy
-    name = result.environment.replace("|", "\\|")
+    name = _quote(result.environment)
     rows = []
     if result.report.policy.win_rate is not None:
         rows.append((name, "success", *map(_format_success, policies)))

@@ -1,0 +1,300 @@
+"""The runs in a folder: what each run trains, its progress, its latest result and its size."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ludus.proto.config import (
+    NetworkRun,
+    RecordedRun,
+    SftRun,
+    TinyModel,
+    validate_recorded_run_json,
+)
+from ludus.proto.errors import ConfigError
+from ludus.proto.metrics import EvalMetric
+from ludus.proto.run_lock import is_in_use
+from ludus.proto.runs import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    SUMMARY_FILE,
+    MetricsRow,
+    Phase,
+    SftSummary,
+    Summary,
+)
+
+_BLOCK_SIZE = 1 << 16
+"""Number of bytes that are read at once from the end of metrics.jsonl."""
+_MAX_LINE_SIZE = 1 << 24
+_RUN_KEYS = {"name", "training"}
+"""Keys of the configuration of every run, which that of a Hugging Face model does not have."""
+
+
+class RunStatus(StrEnum):
+    """Status of a run: training, trained to its last step, or stopped before it."""
+
+    RUNNING = "running"
+    FINISHED = "finished"
+    STOPPED = "stopped"
+
+
+class RunResult(BaseModel):
+    """The main number of an evaluation, with its 95 % interval."""
+
+    model_config = ConfigDict(frozen=True)
+
+    metric: str
+    """"wins", "return", or "loss" for the validation loss of a fine-tuning run's model."""
+    value: float
+    ci95: tuple[float, float] | None = None
+
+
+class ListedRun(BaseModel):
+    """A run in a folder. Optional fields whose files are missing or unreadable are None."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    """Name of the run's folder."""
+    folder: str
+    status: RunStatus
+    environments: tuple[str, ...] | None = None
+    """Names of the environments, or the path of a fine-tuning run's conversations."""
+    model: str | None = None
+    """Path or id of the initial model, or the kind of a model that the run created."""
+    step: int = 0
+    """Number of trained steps."""
+    num_steps: int | None = None
+    """Number of steps of the whole run."""
+    result: RunResult | None = None
+    """Latest result in the first environment."""
+    changed_s: float
+    """Time of the last change to the run's records, in seconds since 1970."""
+    num_bytes: int
+    """Size of all files of the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Progress:
+    """The state of a run according to its metrics."""
+
+    step: int = 0
+    is_done: bool = False
+    """True if the last row is that of the end of the run."""
+    num_steps: int | None = None
+    result: RunResult | None = None
+
+
+def list_run_folders(folder: Path) -> list[Path]:
+    """Return the folders of runs in a folder, by name."""
+    try:
+        return sorted(filter(is_run_folder, folder.iterdir()))
+    except OSError:
+        return []
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Return whether a run has written its metrics or its configuration to the folder."""
+    try:
+        if (folder / METRICS_FILE).is_file():
+            return True
+        config = json.loads((folder / CONFIG_FILE).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(config, dict) and config.keys() >= _RUN_KEYS
+
+
+def read_listed_run(folder: Path) -> ListedRun:
+    """Return what a run's files say about it. Its metrics are read from their end."""
+    config, summary = _read_config(folder), _read_summary(folder)
+    environments = None if config is None else _list_environments(config)
+    first_environment = environments[0] if environments else None
+    progress = _read_progress(folder, first_environment)
+    if summary is not None and progress.step != summary.num_steps:
+        summary = None  # of an earlier end, before the run was resumed
+    num_steps = progress.num_steps
+    if num_steps is None and config is not None:
+        num_steps = _get_num_steps(config)
+    return ListedRun(
+        name=_decode(folder.name),
+        folder=_decode(folder),
+        status=_find_status(folder, summary, progress),
+        environments=environments,
+        model=None if config is None else _describe_model(config),
+        step=progress.step,
+        num_steps=num_steps,
+        result=progress.result if summary is None else _read_result(summary),
+        changed_s=_find_last_change(folder),
+        num_bytes=measure_folder(folder),
+    )
+
+
+def measure_folder(folder: Path) -> int:
+    """Return the number of bytes of all files in a folder. Links are not followed."""
+    num_bytes = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                status = os.lstat(os.path.join(parent, name))
+            except OSError:  # removed in the meantime, such as an old checkpoint
+                continue
+            num_bytes += status.st_size if stat.S_ISREG(status.st_mode) else 0
+    return num_bytes
+
+
+def _decode(path: str | Path) -> str:
+    """Return a path as text, in which bytes that are not UTF-8 are escaped."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
+def _read_config(folder: Path) -> RecordedRun | None:
+    try:
+        return validate_recorded_run_json((folder / CONFIG_FILE).read_bytes())
+    except (OSError, ValidationError, ConfigError):
+        return None
+
+
+def _read_summary(folder: Path) -> Summary | SftSummary | None:
+    try:
+        summary_json = (folder / SUMMARY_FILE).read_bytes()
+    except OSError:
+        return None
+    for record_type in (Summary, SftSummary):
+        try:
+            return record_type.model_validate_json(summary_json)
+        except ValidationError:
+            continue
+    return None
+
+
+def _find_status(
+    folder: Path, summary: Summary | SftSummary | None, progress: _Progress
+) -> RunStatus:
+    try:
+        if is_in_use(folder):
+            return RunStatus.RUNNING
+    except OSError:  # the lock cannot be read
+        pass
+    if summary is None:
+        return RunStatus.FINISHED if progress.is_done else RunStatus.STOPPED
+    is_finished = summary.finished if isinstance(summary, Summary) else True
+    return RunStatus.FINISHED if is_finished else RunStatus.STOPPED
+
+
+def _get_num_steps(config: RecordedRun) -> int | None:
+    """Return the number of steps; None if the run computes it from epochs when it starts."""
+    has_epochs = getattr(config.training, "num_epochs", None) is not None
+    return None if has_epochs else config.training.num_steps
+
+
+def _list_environments(config: RecordedRun) -> tuple[str, ...]:
+    return (config.data.path,) if isinstance(config, SftRun) else tuple(config.environments)
+
+
+def _describe_model(config: RecordedRun) -> str:
+    if isinstance(config, NetworkRun):
+        return "network"
+    model = config.model
+    return f"tiny, width {model.width}" if isinstance(model, TinyModel) else model.path
+
+
+def _read_result(summary: Summary | SftSummary) -> RunResult | None:
+    match summary:
+        case Summary(win_rate=float(win_rate)):
+            return RunResult(metric="wins", value=win_rate, ci95=summary.win_rate_ci95)
+        case Summary():
+            interval = summary.expected_return_ci95
+            return RunResult(metric="return", value=summary.expected_return, ci95=interval)
+        case SftSummary(kept_loss=float(loss)):
+            return RunResult(metric="loss", value=loss)
+    return None
+
+
+def _read_progress(folder: Path, environment: str | None) -> _Progress:
+    """Read rows from the last one back, until all fields are known.
+
+    Args:
+        environment: environment of the result; None takes any.
+    """
+    step: int | None = None
+    is_done = False
+    num_steps: int | None = None
+    result: RunResult | None = None
+    for line in _read_lines_backwards(folder / METRICS_FILE):
+        is_relevant = step is None or b'"eval"' in line or b'"phase"' in line
+        row = _parse_row(line) if is_relevant else None
+        if row is None:
+            continue
+        if step is None:
+            step, is_done = row.step, row.phase is Phase.DONE
+        if num_steps is None:
+            num_steps = row.num_steps
+        if row.kind == "eval" and environment in (None, row.environment):
+            result = _read_evaluation(row)
+        if num_steps is not None and (result is not None or is_done):
+            break
+    return _Progress(step or 0, is_done, num_steps, result)
+
+
+def _read_evaluation(row: MetricsRow) -> RunResult | None:
+    low, high = EvalMetric.WIN_RATE_CI95_LOW, EvalMetric.WIN_RATE_CI95_HIGH
+    metric, name = EvalMetric.WIN_RATE, "wins"
+    if EvalMetric.WIN_RATE not in row.values:
+        low, high = EvalMetric.RETURN_CI95_LOW, EvalMetric.RETURN_CI95_HIGH
+        metric, name = EvalMetric.RETURN_MEAN, "return"
+    if metric not in row.values:
+        return None
+    has_interval = low in row.values and high in row.values
+    interval = (row.values[low], row.values[high]) if has_interval else None
+    return RunResult(metric=name, value=row.values[metric], ci95=interval)
+
+
+def _read_lines_backwards(path: Path) -> Iterator[bytes]:
+    """Yield the complete lines of a file, the last one first."""
+    try:
+        with path.open("rb") as file:
+            position = file.seek(0, os.SEEK_END)
+            rest = b""
+            is_at_end = True
+            while position > 0:
+                size = min(_BLOCK_SIZE, position)
+                position -= size
+                file.seek(position)
+                first, *lines = (file.read(size) + rest).split(b"\n")
+                if lines and is_at_end:
+                    lines.pop()  # incomplete or empty, after the last newline
+                    is_at_end = False
+                yield from reversed(lines)
+                rest = first
+                if len(rest) > _MAX_LINE_SIZE:
+                    return
+            if not is_at_end:
+                yield rest
+    except OSError:
+        return
+
+
+def _parse_row(line: bytes) -> MetricsRow | None:
+    try:
+        return MetricsRow.model_validate_json(line)
+    except ValidationError:
+        return None
+
+
+def _find_last_change(folder: Path) -> float:
+    times = []
+    for name in (CONFIG_FILE, METRICS_FILE, SUMMARY_FILE):
+        try:
+            times.append((folder / name).stat().st_mtime)
+        except OSError:
+            continue
+    return max(times, default=0.0)
