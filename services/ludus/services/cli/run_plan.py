@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from ludus.env.transports.address import parse_address
 from ludus.proto.config import (
     EnvironmentConfig,
     LanguageModelRun,
@@ -50,6 +49,8 @@ def list_plan_lines(run: RunConfig, size: ModelSize | None) -> Iterator[tuple[st
 
 def _describe_environment(environment: EnvironmentConfig | NetworkEnvironmentConfig) -> str:
     if environment.kind == "remote":
+        from ludus.env.transports.address import parse_address  # imports gRPC
+
         return str(parse_address(environment.address))  # without credentials
     options = ", ".join(f"{name} = {value}" for name, value in environment.options.items())
     return f"{environment.package} ({options})" if options else environment.package

@@ -18,7 +18,9 @@ from ludus.services.cli.console import (
 from ludus.services.cli.options import ConfigPath, Overrides
 from ludus.services.cli.train_command import (
     READY_TEXT,
+    OverwriteFlag,
     PrintsConfig,
+    ResumeOption,
     advise_next_command,
     check_json_option,
     exit_on_failure,
@@ -40,18 +42,8 @@ def fine_tune(
         ),
     ] = False,
     prints_json: PrintsConfig = False,
-    resume: Annotated[
-        Resume,
-        typer.Option(
-            "--resume",
-            metavar="[=auto]",
-            show_default=False,
-            help="Resume from the latest checkpoint. With =auto, start a new run if there is none.",
-        ),
-    ] = Resume.NEVER,
-    overwrites: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an existing run of the same name.")
-    ] = False,
+    resume: ResumeOption = Resume.NEVER,
+    overwrites: OverwriteFlag = False,
 ) -> None:
     """Fine-tune a language model on conversations.
 

@@ -51,6 +51,18 @@ PrintsConfig = Annotated[
     bool,
     typer.Option("--json", help="With --dry-run: print the resolved configuration instead."),
 ]
+ResumeOption = Annotated[
+    Resume,
+    typer.Option(
+        "--resume",
+        metavar="[=auto]",
+        show_default=False,
+        help="Resume from the latest checkpoint. With =auto, start a new run if there is none.",
+    ),
+]
+OverwriteFlag = Annotated[
+    bool, typer.Option("--overwrite", help="Replace an existing run of the same name.")
+]
 
 
 class TrainCommand(TyperCommand):
@@ -74,18 +86,8 @@ def train(
         ),
     ] = False,
     prints_json: PrintsConfig = False,
-    resume: Annotated[
-        Resume,
-        typer.Option(
-            "--resume",
-            metavar="[=auto]",
-            show_default=False,
-            help="Resume from the latest checkpoint. With =auto, start a new run if there is none.",
-        ),
-    ] = Resume.NEVER,
-    overwrites: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an existing run of the same name.")
-    ] = False,
+    resume: ResumeOption = Resume.NEVER,
+    overwrites: OverwriteFlag = False,
     origin: Annotated[
         str | None,
         typer.Option(
