@@ -432,3 +432,15 @@ def test_unreadable_transcripts_are_reported(tmp_path: Path) -> None:
     page = write_report(run_dir).read_text(encoding="utf-8")
     assert "transcripts.jsonl cannot be read: step" in page
     assert "Learning" in page
+
+
+def test_a_page_has_no_password_of_a_server(tmp_path: Path) -> None:
+    run_dir = build_run(tmp_path / "demo")
+    config = json.loads((run_dir / "config.json").read_bytes())
+    name = next(iter(config["environments"]))
+    address = "http://user:secret@127.0.0.1:8000"
+    config["environments"] = {name: {"kind": "remote", "address": address}}
+    (run_dir / "config.json").write_text(json.dumps(config))
+    page = write_report(run_dir).read_text(encoding="utf-8")
+    assert "127.0.0.1:8000" in page
+    assert "secret" not in page

@@ -11,6 +11,7 @@ from ludus.services.numbers import (
     format_fixed,
     format_percent,
     format_percent_interval,
+    format_size,
 )
 from ludus.services.report.line_chart import Scale, choose_ticks, pad_range, spread_positions
 
@@ -81,3 +82,11 @@ def test_numbers_are_formatted_for_readers() -> None:
         "12 min 30 s",
         "3 h 20 min",
     ]
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (5600, "5.6 kB"), (2_152_000_000, "2.15 GB")],
+)
+def test_sizes_have_about_three_digits(num_bytes: int, text: str) -> None:
+    assert format_size(num_bytes) == text

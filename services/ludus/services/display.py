@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from ludus.proto.config import EnvironmentConfig, NetworkEnvironmentConfig
 from ludus.proto.evaluations import EvaluatedEpisode, ModelEvaluation, ModelResult
 from ludus.proto.runs import (
     LOG_FILE,
@@ -30,6 +31,16 @@ class NamedResult:
     result: PolicyResult
     is_trained: bool = False
     """True for the trained policy after its training, False for all other policies."""
+
+
+def describe_environment(environment: EnvironmentConfig | NetworkEnvironmentConfig) -> str:
+    """Return the package and the options of an environment, or the address of its server."""
+    if environment.kind == "remote":
+        from ludus.env.transports.address import parse_address  # imports gRPC
+
+        return str(parse_address(environment.address))  # without credentials
+    options = ", ".join(f"{name} = {value}" for name, value in environment.options.items())
+    return f"{environment.package} ({options})" if options else environment.package
 
 
 def format_policy_name(policy_name: str) -> str:

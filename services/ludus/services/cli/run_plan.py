@@ -6,17 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ludus.proto.config import (
-    EnvironmentConfig,
     LanguageModelRun,
     ModelCritic,
-    NetworkEnvironmentConfig,
     NetworkRun,
     PpoConfig,
     RunConfig,
     TinyModel,
 )
 from ludus.proto.runs import ModelSize
-from ludus.services.display import format_policy_name
+from ludus.services.display import describe_environment, format_policy_name
 from ludus.services.numbers import format_compact, format_duration, format_size
 
 _BYTES_PER_NUMBER = 4
@@ -34,7 +32,7 @@ def list_plan_lines(run: RunConfig, size: ModelSize | None) -> Iterator[tuple[st
     """
     for name, environment in run.environments.items():
         title = "environment" if len(run.environments) == 1 else name
-        yield title, _describe_environment(environment)
+        yield title, describe_environment(environment)
     if isinstance(run, NetworkRun):
         yield "training", _describe_network_training(run)
     else:
@@ -45,15 +43,6 @@ def list_plan_lines(run: RunConfig, size: ModelSize | None) -> Iterator[tuple[st
     if size is not None and isinstance(run, LanguageModelRun):
         yield "memory", _describe_memory(run, size)
     yield "folder", str(Path(run.output_dir) / run.name)
-
-
-def _describe_environment(environment: EnvironmentConfig | NetworkEnvironmentConfig) -> str:
-    if environment.kind == "remote":
-        from ludus.env.transports.address import parse_address  # imports gRPC
-
-        return str(parse_address(environment.address))  # without credentials
-    options = ", ".join(f"{name} = {value}" for name, value in environment.options.items())
-    return f"{environment.package} ({options})" if options else environment.package
 
 
 def _describe_model(run: LanguageModelRun, size: ModelSize | None) -> str:

@@ -121,7 +121,7 @@ def train(
         return
     config = load_run_config(config_path, overrides or ())
     if is_dry_run:
-        _check_start(config, trainer_flags, shows_plan=not prints_json, shows_json=prints_json)
+        _show_dry_run(*_check_start(config, trainer_flags), prints_json=prints_json)
         return
     _check_environments(config)
     _train_and_show(config, trainer_flags)
@@ -134,27 +134,26 @@ def _train_branch(
     from ludus.services.cli.branch import plan_branch, write_branch
 
     branch = plan_branch(origin, overrides)
-    shows_plan = is_dry_run and not prints_json
-    _check_start(branch.config, [], shows_plan=shows_plan, shows_json=is_dry_run and prints_json)
+    checked_config, size = _check_start(branch.config, [])
     if is_dry_run:
+        _show_dry_run(checked_config, size, prints_json=prints_json)
         return
     write_branch(branch)
     print_line(get_stderr(), f"starting from {branch.checkpoint}")
     _train_and_show(branch.config, make_trainer_flags(Resume.ALWAYS, overwrites=False))
 
 
-def _check_start(
-    config: RunConfig, flags: list[str], *, shows_plan: bool, shows_json: bool
-) -> None:
-    """Check everything that could stop a run from starting; exit if something does."""
+def _check_start(config: RunConfig, flags: list[str]) -> tuple[RunConfig, ModelSize | None]:
+    """Check everything that could stop a run from starting; exit if something does.
+
+    Returns the configuration with the settings that the trainer has resolved, and the size of a
+    pretrained model.
+    """
     end = run_quietly("checking", ["check", *flags], config)
     exit_on_failure(end, Path(config.output_dir) / config.name, "nothing was written")
     if end.output.resolved_config:
         config = type(config).model_validate_json(end.output.resolved_config)
-    if shows_json:
-        write_json(config.model_dump_json(indent=2))
-    if shows_plan:
-        _print_plan(config, end.output.model_size)
+    return config, end.output.model_size
 
 
 def _train_and_show(config: RunConfig, flags: list[str]) -> None:
@@ -171,9 +170,13 @@ def _train_and_show(config: RunConfig, flags: list[str]) -> None:
     show_results(run_dir, commands | {"train more": train_more})
 
 
-def _print_plan(config: RunConfig, size: ModelSize | None) -> None:
+def _show_dry_run(config: RunConfig, size: ModelSize | None, *, prints_json: bool) -> None:
+    """Print the configuration of a run that has been checked, or its plan."""
     from ludus.services.cli.run_plan import list_plan_lines
 
+    if prints_json:
+        write_json(config.model_dump_json(indent=2))
+        return
     lines = [*list_plan_lines(config, size), ("ready", READY_TEXT)]
     width = max(len(title) for title, _ in lines) + 2
     for title, text in lines:

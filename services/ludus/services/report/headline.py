@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ludus.proto.config import EnvironmentConfig, NetworkEnvironmentConfig, NetworkRun, RunConfig
+from ludus.proto.config import NetworkRun, RunConfig
 from ludus.proto.metrics import EvalMetric
 from ludus.proto.runs import NETWORK, EnvironmentResult, MetricsRow, Summary
-from ludus.services.display import format_policy_name
+from ludus.services.display import describe_environment, format_policy_name
 from ludus.services.numbers import (
     format_compact,
     format_duration,
@@ -34,7 +34,7 @@ def describe_run(run: RunFiles, config: RunConfig | None) -> str:
     """Return a one-line description of a run that trains a policy."""
     if config is None:
         return run.summary.environment if run.summary is not None else str(run.run_dir)
-    environments = " and ".join(map(_describe_environment, config.environments.values()))
+    environments = " and ".join(map(describe_environment, config.environments.values()))
     num_steps = config.training.num_steps
     if isinstance(config, NetworkRun):
         return (
@@ -125,13 +125,6 @@ def list_run_facts(summary: Summary) -> list[tuple[str, str]]:
         ("Episodes failed", f"{summary.episodes_failed:,}"),
         *(("Environment", result.environment) for result in summary.results.values()),
     ]
-
-
-def _describe_environment(environment: EnvironmentConfig | NetworkEnvironmentConfig) -> str:
-    if environment.kind == "remote":
-        return environment.address
-    options = ", ".join(f"{name} = {value}" for name, value in environment.options.items())
-    return f"{environment.package} ({options})" if options else environment.package
 
 
 def _make_result_tiles(run: RunFiles, environment: str, result: EnvironmentResult) -> list[Tile]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ludus.proto.config import SftRun
+from ludus.proto.config import RecordedRun, SftRun
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import REPORT_FILE, Transcript
 from ludus.services import display
@@ -74,7 +74,22 @@ def _render_page(run: RunFiles) -> str:
         },
         num_transcripts=NUM_TRANSCRIPTS,
         sample_pairs=pair_samples(run.samples),
+        config_json=_format_config(run.config),
     )
+
+
+def _format_config(config: RecordedRun | None) -> str:
+    """Return a configuration as JSON, without the credentials in addresses of servers."""
+    if config is None:
+        return ""
+    if not isinstance(config, SftRun):
+        environments = dict(config.environments)
+        for name, environment in environments.items():
+            if environment.kind == "remote":
+                address = display.describe_environment(environment)
+                environments[name] = environment.model_copy(update={"address": address})
+        config = config.model_copy(update={"environments": environments})
+    return config.model_dump_json(indent=2)
 
 
 def _make_headline(run: RunFiles) -> dict[str, object]:
