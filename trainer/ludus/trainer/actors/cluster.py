@@ -63,6 +63,11 @@ _TOKEN_PATH_VARIABLE = "RAY_AUTH_TOKEN_PATH"
 _TOKEN_BYTES = 16
 _START_TIMEOUT_MESSAGE = "timed out during startup"
 """Text of Ray's error if it does not start within 30 s, a fixed limit."""
+_START_LOGGERS = ("ray._private.worker", "ray._private.authentication.authentication_token_setup")
+_EXPECTED_MESSAGES = (
+    "SIGTERM handler is not set",  # the trainer's event loop may be in any thread
+    "Token authentication is enabled",
+)
 
 ResultT = TypeVar("ResultT")
 
@@ -111,6 +116,8 @@ def _ensure_token() -> None:
 
 
 def _init_ray() -> None:
+    for name in _START_LOGGERS:
+        logging.getLogger(name).addFilter(_is_useful)
     ray.init(
         address=get_address(),
         include_dashboard=False if is_local() else None,
@@ -118,6 +125,11 @@ def _init_ray() -> None:
         logging_level=logging.WARNING,
         configure_logging=False,
     )
+
+
+def _is_useful(record: logging.LogRecord) -> bool:
+    """Return whether a log record of Ray's start tells the user something to act on."""
+    return not record.getMessage().startswith(_EXPECTED_MESSAGES)
 
 
 @dataclass(frozen=True, slots=True)

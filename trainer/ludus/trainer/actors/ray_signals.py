@@ -2,17 +2,22 @@
 
 An exception in the middle of `ray.init` leaves Ray half connected, and the process then ends with a
 crash. So a signal waits until Ray has started.
+
+While Ray connects, its C++ code sets a handler of SIGTERM that aborts the process. So the kernel
+holds signals back until the connection exists and Python's handlers are set again.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
+from typing import Any
 
 from ray._private import utils as ray_utils
+from ray._private import worker
 
 from ludus.trainer.core.output import warn_user
 
@@ -43,9 +48,33 @@ def defer_signals() -> Iterator[None]:
         if signal.SIGTERM in handlers:
             stack.callback(setattr, ray_utils, "set_sigterm_handler", ray_utils.set_sigterm_handler)
             ray_utils.set_sigterm_handler = lambda handler: None
+        if handlers:
+            connect = worker.connect
+            stack.callback(setattr, worker, "connect", connect)
+
+            def connect_without_signals(*arguments: Any, **options: Any) -> None:
+                with _hold_back(handlers, record):
+                    connect(*arguments, **options)
+
+            worker.connect = connect_without_signals
         yield
     if received:
         handlers[signal.Signals(received[0])](received[0], None)
+
+
+@contextmanager
+def _hold_back(numbers: Iterable[signal.Signals], handler: _Handler) -> Iterator[None]:
+    """Block signals within the block, then set their handler again and deliver them.
+
+    Threads that start within the block never get these signals.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _find_handlers() -> dict[signal.Signals, _Handler]:

@@ -34,4 +34,5 @@ def leave_process_group() -> None:
     """Leave the group and stop its threads; the caller must have dropped its sharded models."""
     dist.destroy_process_group()
     _clear_sharding_prop_cache()
+    gc.unfreeze()  # imports and starts freeze all objects, also those of the group
     gc.collect()
