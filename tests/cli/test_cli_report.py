@@ -52,4 +52,17 @@ def test_report_of_a_misspelled_run_suggests_existing_runs(
 ) -> None:
     result = ludus("report", "runs/dmeo")
     assert result.code == 2
-    assert "run folder 'runs/dmeo' does not exist; 'runs' has demo" in result.err
+    assert "there is no run 'runs/dmeo'; 'runs' has demo" in result.err
+
+
+def test_report_of_several_runs_compares_them(
+    ludus: RunCli, demo_folder: Path, tmp_path: Path
+) -> None:
+    assert ludus("train", "--set", "training.num_steps=3", "--set", "name=other").code == 0
+    result = ludus("report", "demo", "runs/other")
+    assert (result.code, result.out) == (0, "comparison.html\n")
+    assert "training.num_steps" in (tmp_path / "comparison.html").read_text()
+    result = ludus("report", "demo", "runs/demo", str(demo_folder))
+    assert (result.code, result.out) == (0, "runs/demo/report.html\n")
+    result = ludus("report", "demo", "other", "--figure", "figure.svg")
+    assert result.code == 2 and "--figure shows one run, got 2" in result.err

@@ -14,7 +14,12 @@ from ludus.env.types import JsonObject, StepResult, TaskSet
 from ludus.proto.config import EvalConfig, LocalEnvironment
 from ludus.proto.errors import EpisodesFailedError, SessionLostError
 from ludus.proto.runs import Transcript
-from ludus.trainer.driver.evaluation import Evaluator, list_eval_seeds, play_baselines
+from ludus.trainer.driver.evaluation import (
+    Evaluator,
+    find_max_games,
+    list_eval_seeds,
+    play_baselines,
+)
 from tests.report.synthetic_run import transcript
 from tests.report.test_evaluation import CoinClient, guess
 
@@ -147,19 +152,29 @@ async def test_fixed_policy_without_valid_episodes_is_reported_with_the_reason()
         await play_baselines(CoinClient(), {"best": fail}, ("best",), CONFIG, max_turns=1)
 
 
-@pytest.mark.parametrize(("temperature", "num_played"), [(0.0, 3), (0.5, 8)])
-async def test_each_task_is_played_once_at_temperature_zero(
-    temperature: float, num_played: int, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("temperature", "max_games_per_task", "num_played"),
+    [(0.0, 2, 3), (0.0, None, 3), (0.5, 2, 6), (0.5, 4, 8), (0.5, None, 8)],
+)
+async def test_an_evaluation_has_few_episodes_of_each_task(
+    temperature: float,
+    max_games_per_task: int | None,
+    num_played: int,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
-    workers, config = FakeWorkers(), CONFIG.model_copy(update={"temperature": temperature})
-    evaluator = Evaluator(config, ENVIRONMENTS, workers, {}, num_greedy_games={"catch": 3})
+    changes = {"temperature": temperature, "max_games_per_task": max_games_per_task}
+    workers, config = FakeWorkers(), CONFIG.model_copy(update=changes)
+    tasks = TaskSet(num_tasks=10, num_test_tasks=3)
+    max_games = find_max_games(config, tasks, has_agent=False)
+    limits = {} if max_games is None else {"catch": max_games}
+    evaluator = Evaluator(config, ENVIRONMENTS, workers, {}, limits)
     reports = await evaluator.evaluate(8)
     assert [len(seeds) for _, seeds, _ in workers.calls] == [8, num_played]
     assert reports["blackjack"].num_games_requested is None
     assert reports["catch"].policy.num_games == num_played
     assert reports["catch"].num_games_requested == (8 if num_played < 8 else None)
-    assert ("3 games, not 8" in caplog.text) is (num_played < 8)
+    assert (f"{num_played} games, not 8" in caplog.text) is (num_played < 8)
 
 
 async def test_gap_is_closed_on_tasks_that_a_policy_played_less_often() -> None:
@@ -180,6 +195,23 @@ async def test_gap_is_closed_on_tasks_that_a_policy_played_less_often() -> None:
     # The policy wins 1 in one of three tasks, and the best policy wins 2 in each.
     assert report.gap_closed == pytest.approx(1 / 6)
     assert report.baselines["best"].num_tasks == 3
+
+
+async def test_fixed_policies_play_few_episodes_of_each_task() -> None:
+    tasks = TaskSet(num_tasks=10, num_test_tasks=3)
+    config = CONFIG.model_copy(update={"max_games_per_task": 2, "temperature": 0.0})
+    outcomes = await play_baselines(
+        CoinClient(), {"guess": guess}, ("guess",), config, max_turns=9, tasks=tasks
+    )
+    assert [outcome.seed for outcome in outcomes["guess"]] == list_eval_seeds(CONFIG, 6)
+
+
+def test_the_episodes_of_an_agent_differ_at_temperature_zero() -> None:
+    config = CONFIG.model_copy(update={"temperature": 0.0})
+    tasks = TaskSet(num_tasks=10, num_test_tasks=3)
+    assert find_max_games(config, tasks, has_agent=True) == 12
+    assert find_max_games(config, TaskSet(num_tasks=10), has_agent=False) == 10
+    assert find_max_games(config, None, has_agent=False) is None
 
 
 class FailingWorkers(FakeWorkers):

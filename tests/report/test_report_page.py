@@ -301,10 +301,9 @@ def test_summary_of_a_stopped_run_has_a_notice(tmp_path: Path) -> None:
     assert len(find_all(root, "tile")) == 4
 
 
-def test_missing_run_folder_is_refused_with_existing_folders(tmp_path: Path) -> None:
-    build_run(tmp_path / "demo")
-    with pytest.raises(NotFoundError, match=r"does not exist; .* has demo"):
-        write_report(tmp_path / "dmeo")
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match=r"has none of config\.json, metrics\.jsonl"):
+        write_report(tmp_path)
 
 
 def test_an_unwritable_path_is_refused(tmp_path: Path) -> None:

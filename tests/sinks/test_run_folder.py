@@ -166,10 +166,10 @@ def test_sink_that_fails_to_open_leaves_existing_rows_unchanged(
 
 
 def make_files(folder: Path, *names: str) -> None:
-    """Write files that contain only `{}`."""
+    """Write files of a run: `config.json` with its kind, and others with `{}`."""
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text("{}")
+        (folder / name).write_text('{"kind": "network"}' if name == "config.json" else "{}")
 
 
 @pytest.mark.parametrize(
@@ -194,6 +194,18 @@ def test_folder_without_a_run_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not the folder of a run"):
         RunFolder.create(make_config(tmp_path), overwrite=True)
     assert (tmp_path / "demo" / "thesis.txt").exists()
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("config", ['{"model_type": "llama"}', '{"theme": "dark"}', "[", "{}"])
+def test_folder_with_another_config_file_is_not_overwritten(
+    tmp_path: Path, overwrite: bool, config: str
+) -> None:
+    make_files(tmp_path / "demo", "model.safetensors")
+    (tmp_path / "demo" / "config.json").write_text(config)
+    with pytest.raises(ConfigError, match="not the folder of a run"):
+        RunFolder.create(make_config(tmp_path), overwrite=overwrite)
+    assert (tmp_path / "demo" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

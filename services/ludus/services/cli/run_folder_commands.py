@@ -45,13 +45,16 @@ POLL_INTERVAL_S = 0.5
 
 
 def report(
-    run_dir: RunDir,
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN...", help="Folders of runs, or their names in runs/."),
+    ],
     output: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
             help="Output file of the report.",
-            show_default="RUN_DIR/report.html",
+            show_default="RUN/report.html, or comparison.html for several runs",
             callback=expand_home,
         ),
     ] = None,
@@ -67,15 +70,29 @@ def report(
         bool, typer.Option("--open", help="Open the written file in the browser.")
     ] = False,
 ) -> None:
-    """Write the report of a run: one self-contained HTML page.
+    """Write the report of a run, or compare several runs: one self-contained HTML page.
 
-    The run may be finished, stopped, or still running.
+    A comparison shows the results, the curves of all runs over one another, and the differences of
+    their configurations. Runs may be finished, stopped, or still running.
 
-    Example: `ludus report runs/demo --open`
+    Example: `ludus report demo --open`
+
+    Example: `ludus report demo demo2 --output comparison.html`
     """
-    from ludus.services.report import write_figure, write_report
+    from ludus.services.report import write_comparison, write_figure, write_report
 
-    path = write_figure(run_dir, figure) if figure else write_report(run_dir, output)
+    folders: dict[Path, Path] = {}
+    for folder in map(find_run_folder, runs):
+        folders.setdefault(folder.resolve(), folder)
+    run_dirs = list(folders.values())
+    if figure and len(run_dirs) > 1:
+        raise ConfigError(f"--figure shows one run, got {len(run_dirs)}; name one run")
+    if figure:
+        path = write_figure(run_dirs[0], figure)
+    elif len(run_dirs) > 1:
+        path = write_comparison(run_dirs, output)
+    else:
+        path = write_report(run_dirs[0], output)
     print_line(get_stdout(), str(path))
     if opens_file:
         webbrowser.open(path.resolve().as_uri())

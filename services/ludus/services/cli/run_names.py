@@ -6,7 +6,7 @@ import difflib
 from pathlib import Path
 
 from ludus.proto.errors import NotFoundError
-from ludus.proto.paths import parse_path
+from ludus.proto.paths import describe_place, parse_path
 from ludus.proto.runs import CHECKPOINTS_FOLDER
 
 RUNS_FOLDER = Path("runs")
@@ -22,10 +22,12 @@ def find_run_folder(run: str) -> Path:
     """
     from ludus.services.run_list import is_run_folder
 
-    for folder in (parse_path(run), RUNS_FOLDER / run):
+    path = parse_path(run)
+    for folder in (path, RUNS_FOLDER / run):
         if is_run_folder(folder):
             return folder
-    raise NotFoundError(explain_missing_run(run, RUNS_FOLDER))
+    parent = path.parent if "/" in run and path.parent.is_dir() else RUNS_FOLDER
+    raise NotFoundError(explain_missing_run(run, parent))
 
 
 def explain_missing_run(run: str, parent: Path) -> str:
@@ -36,7 +38,10 @@ def explain_missing_run(run: str, parent: Path) -> str:
     similar_names = difflib.get_close_matches(Path(run).name, names, n=3)
     similar_names = similar_names or names[:_NUM_SHOWN_NAMES]
     if not similar_names:
-        return f"there is no run '{run}'; name the folder of a run, or a run in '{parent}'"
+        return (
+            f"there is no run '{run}'{describe_place(run)}; name the folder of a run, or a run in "
+            f"'{parent}'"
+        )
     return f"there is no run '{run}'; '{parent}' has {', '.join(similar_names)}"
 
 

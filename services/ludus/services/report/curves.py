@@ -16,7 +16,7 @@ from ludus.services.numbers import (
     format_percent,
     format_percent_interval,
 )
-from ludus.services.report.line_chart import Frame, Level, LineChart, Mark, Point
+from ludus.services.report.line_chart import Frame, Level, Line, LineChart, Mark, Point
 from ludus.services.report.run_files import RunFiles
 
 MEAN_WINDOW = 10
@@ -84,7 +84,9 @@ EXPECTED_RETURN = Measure(
 
 
 @dataclass(frozen=True, slots=True)
-class _TrainingCurve:
+class TrainingCurve:
+    """A training metric, or the ratio of two, and its name in charts."""
+
     metric: TrainMetric | str
     """Metric, or the name of a reward term."""
     name: str
@@ -103,57 +105,59 @@ class _TrainingCurve:
         return value / divisor if divisor else None
 
 
-def _make_share_curve(metric: TrainMetric, name: str) -> _TrainingCurve:
-    return _TrainingCurve(metric, name, "share of episodes", TrainMetric.NUM_EPISODES)
+def _make_share_curve(metric: TrainMetric, name: str) -> TrainingCurve:
+    return TrainingCurve(metric, name, "share of episodes", TrainMetric.NUM_EPISODES)
 
 
-def _make_group_curve(metric: TrainMetric, name: str) -> _TrainingCurve:
-    return _TrainingCurve(metric, name, "share of groups", TrainMetric.NUM_GROUPS, metric)
+def _make_group_curve(metric: TrainMetric, name: str) -> TrainingCurve:
+    return TrainingCurve(metric, name, "share of groups", TrainMetric.NUM_GROUPS, metric)
 
 
-_REWARD = _TrainingCurve(TrainMetric.REWARD_MEAN, "Reward", "mean per episode")
-_ZERO_VARIANCE = _TrainingCurve(
+_REWARD = TrainingCurve(TrainMetric.REWARD_MEAN, "Reward", "mean per episode")
+_LEARNING_RATE = TrainingCurve(TrainMetric.LEARNING_RATE, "Learning rate", "of each step")
+_ZERO_VARIANCE = TrainingCurve(
     TrainMetric.ZERO_VARIANCE_GROUP_RATIO, "Zero-variance groups", "share of groups"
 )
 TRAINING_CURVES = (
     _REWARD,
-    _TrainingCurve(TrainMetric.ENTROPY, "Entropy", "nats per token"),
-    _TrainingCurve(TrainMetric.STALENESS_MEAN, "Staleness", "weight versions behind"),
-    _TrainingCurve(TrainMetric.MISMATCH_KL, "Mismatch KL", "sampler to learner, nats"),
-    _TrainingCurve(TrainMetric.TOKENS_PER_SECOND, "Generation", "tokens per second"),
-    _TrainingCurve(TrainMetric.GRAD_NORM, "Gradient norm", "before clipping"),
+    TrainingCurve(TrainMetric.ENTROPY, "Entropy", "nats per token"),
+    TrainingCurve(TrainMetric.STALENESS_MEAN, "Staleness", "weight versions behind"),
+    TrainingCurve(TrainMetric.MISMATCH_KL, "Mismatch KL", "sampler to learner, nats"),
+    TrainingCurve(TrainMetric.TOKENS_PER_SECOND, "Generation", "tokens per second"),
+    TrainingCurve(TrainMetric.GRAD_NORM, "Gradient norm", "before clipping"),
+    _LEARNING_RATE,
     _ZERO_VARIANCE,
     _make_group_curve(TrainMetric.NUM_GROUPS_REPLACED, "Replaced groups"),
     _make_group_curve(TrainMetric.NUM_GROUPS_KEPT, "Kept at the replacement limit"),
-    _TrainingCurve(TrainMetric.EXPLAINED_VARIANCE, "Value head", "variance explained"),
-    _TrainingCurve(TrainMetric.MFU, "MFU", "share of the device's peak"),
+    TrainingCurve(TrainMetric.EXPLAINED_VARIANCE, "Value head", "variance explained"),
+    TrainingCurve(TrainMetric.MFU, "MFU", "share of the device's peak"),
 )
 FINE_TUNING_CURVES = (
-    _TrainingCurve(TrainMetric.LOSS, "Loss", "nats per token"),
-    _TrainingCurve(TrainMetric.ENTROPY, "Entropy", "nats per token"),
-    _TrainingCurve(TrainMetric.GRAD_NORM, "Gradient norm", "before clipping"),
-    _TrainingCurve(TrainMetric.LEARNING_RATE, "Learning rate", "of each step"),
-    _TrainingCurve(TrainMetric.TOKENS_PER_SECOND, "Training", "tokens per second"),
-    _TrainingCurve(TrainMetric.MFU, "MFU", "share of the device's peak"),
+    TrainingCurve(TrainMetric.LOSS, "Loss", "nats per token"),
+    TrainingCurve(TrainMetric.ENTROPY, "Entropy", "nats per token"),
+    TrainingCurve(TrainMetric.GRAD_NORM, "Gradient norm", "before clipping"),
+    _LEARNING_RATE,
+    TrainingCurve(TrainMetric.TOKENS_PER_SECOND, "Training", "tokens per second"),
+    TrainingCurve(TrainMetric.MFU, "MFU", "share of the device's peak"),
 )
 SHARED_CURVES = (
     _REWARD,
-    _TrainingCurve(TrainMetric.WIN_RATE, "Wins", "share of episodes"),
+    TrainingCurve(TrainMetric.WIN_RATE, "Wins", "share of episodes"),
     _ZERO_VARIANCE,
 )
 """Curves of the whole run that are also drawn per environment if the run has several."""
 ENVIRONMENT_CURVES = (
     _make_share_curve(TrainMetric.NUM_EPISODES_INVALID, "Invalid answers"),
     _make_share_curve(TrainMetric.NUM_EPISODES_TRUNCATED, "Truncated"),
-    _TrainingCurve(TrainMetric.NUM_TURNS_MEAN, "Turns", "mean per episode"),
-    _TrainingCurve(
+    TrainingCurve(TrainMetric.NUM_TURNS_MEAN, "Turns", "mean per episode"),
+    TrainingCurve(
         TrainMetric.NUM_TOOL_CALLS,
         "Tool calls",
         "mean per episode",
         divisor_metric=TrainMetric.NUM_EPISODES,
         required_metric=TrainMetric.NUM_TOOL_CALLS,
     ),
-    _TrainingCurve(
+    TrainingCurve(
         TrainMetric.NUM_TOOL_CALLS_FAILED,
         "Failed tool calls",
         "share of calls",
@@ -178,27 +182,45 @@ def make_learning_curve(
     run: RunFiles, environment: str, measure: Measure, frame: Frame
 ) -> LineChart | None:
     """Make the chart of a measure and its baselines; return None without evaluations."""
-    points = _make_eval_points(run, environment, measure)
+    points = make_eval_points(run, environment, measure)
     if not points:
         return None
+    return make_measure_chart(
+        measure,
+        frame,
+        [Line(points, name="this policy")],
+        make_levels(run, environment, measure),
+        make_marks(run),
+        x_high=max((row.num_games_trained for row in run.metrics), default=0),
+    )
+
+
+def make_measure_chart(
+    measure: Measure,
+    frame: Frame,
+    lines: Sequence[Line],
+    levels: Sequence[Level],
+    marks: Sequence[Mark] = (),
+    x_high: float = 0.0,
+) -> LineChart:
+    """Make the chart of a measure over the number of episodes."""
     return LineChart(
         frame,
         f"{measure.name} over episodes trained",
-        points,
-        levels=_make_levels(run, environment, measure),
-        marks=_make_marks(run),
+        lines,
+        levels=levels,
+        marks=marks,
         format_y=measure.format,
         format_y_tick=measure.format_tick,
-        final_label="this policy",
         x_title="episodes trained",
-        x_high=max((row.num_games_trained for row in run.metrics), default=0),
+        x_high=x_high,
     )
 
 
 def make_training_charts(run: RunFiles) -> list[SmallChart]:
     """Make a chart of each training metric that the run recorded."""
     training_curves = FINE_TUNING_CURVES if isinstance(run.config, SftRun) else TRAINING_CURVES
-    return _make_small_charts(run.select_rows("train"), training_curves, _make_marks(run))
+    return _make_small_charts(run.select_rows("train"), training_curves, make_marks(run))
 
 
 def make_environment_charts(run: RunFiles, environment: str) -> list[SmallChart]:
@@ -206,11 +228,11 @@ def make_environment_charts(run: RunFiles, environment: str) -> list[SmallChart]
     rows = run.select_rows("environment", environment)
     shared_curves = SHARED_CURVES if len(run.environments) > 1 else ()
     return _make_small_charts(
-        rows, (*shared_curves, *ENVIRONMENT_CURVES, *_make_term_curves(rows)), _make_marks(run)
+        rows, (*shared_curves, *ENVIRONMENT_CURVES, *_make_term_curves(rows)), make_marks(run)
     )
 
 
-def _make_term_curves(rows: list[MetricsRow]) -> list[_TrainingCurve]:
+def _make_term_curves(rows: list[MetricsRow]) -> list[TrainingCurve]:
     """Return a curve per reward term; none if the environment's return is the only term."""
     terms = dict.fromkeys(
         name for row in rows for name in row.values if name.startswith(REWARD_TERM_PREFIX)
@@ -218,47 +240,57 @@ def _make_term_curves(rows: list[MetricsRow]) -> list[_TrainingCurve]:
     if list(terms) == [f"{REWARD_TERM_PREFIX}environment"]:
         return []
     return [
-        _TrainingCurve(name, name.removeprefix(REWARD_TERM_PREFIX), "reward term, unweighted")
+        TrainingCurve(name, name.removeprefix(REWARD_TERM_PREFIX), "reward term, unweighted")
         for name in terms
     ]
 
 
-def _make_marks(run: RunFiles) -> list[Mark]:
-    """Return a mark for each environment that the curriculum opened."""
-    return [
+def make_marks(run: RunFiles) -> list[Mark]:
+    """Return a mark for each resume, and for each environment that the curriculum opened."""
+    resumes = [
+        Mark(float(num_games), f"the run was resumed after step {step:,}")
+        for step, num_games in run.resumes
+    ]
+    unlocks = [
         Mark(float(num_games), f"after {num_games:,} episodes: the curriculum opens {environment}")
         for num_games, environment in run.unlocks
     ]
+    return resumes + unlocks
 
 
 def _make_small_charts(
-    rows: list[MetricsRow], curves: Sequence[_TrainingCurve], marks: list[Mark]
+    rows: list[MetricsRow], curves: Sequence[TrainingCurve], marks: list[Mark]
 ) -> list[SmallChart]:
     charts = []
     unit = "conversations" if curves is FINE_TUNING_CURVES else "episodes"
     for curve in curves:
-        required_metric = curve.required_metric
-        if required_metric and not any(row.values.get(required_metric) for row in rows):
-            continue
-        measured_rows = [
-            (row, value) for row in rows if (value := curve.combine_steps([row.values])) is not None
-        ]
-        if measured_rows:
-            means = _compute_moving_means(curve, [row for row, _ in measured_rows])
-            chart = LineChart(
-                SMALL_FRAME,
-                f"{curve.name} over {unit} trained",
-                points=[Point(row.num_games_trained, mean) for row, mean in means],
-                raw_points=[Point(row.num_games_trained, value) for row, value in measured_rows],
-                marks=marks,
-            )
-            latest = format_compact(means[-1][1])
+        line = make_training_line(rows, curve)
+        if line is not None:
+            title = f"{curve.name} over {unit} trained"
+            chart = LineChart(SMALL_FRAME, title, [line], marks=marks)
+            latest = format_compact(line.points[-1].y)
             charts.append(SmallChart(curve.name, curve.unit, latest, chart))
     return charts
 
 
+def make_training_line(rows: list[MetricsRow], curve: TrainingCurve) -> Line | None:
+    """Return the moving means and the values of a training metric; None if it is not measured."""
+    required_metric = curve.required_metric
+    if required_metric and not any(row.values.get(required_metric) for row in rows):
+        return None
+    values = [(row, curve.combine_steps([row.values])) for row in rows]
+    measurements = [(row, value) for row, value in values if value is not None]
+    if not measurements:
+        return None
+    means = _compute_moving_means(curve, [row for row, _ in measurements])
+    return Line(
+        [Point(row.num_games_trained, mean) for row, mean in means],
+        [Point(row.num_games_trained, value) for row, value in measurements],
+    )
+
+
 def _compute_moving_means(
-    curve: _TrainingCurve, rows: list[MetricsRow]
+    curve: TrainingCurve, rows: list[MetricsRow]
 ) -> list[tuple[MetricsRow, float]]:
     """Return each row with the mean over the last `MEAN_WINDOW` rows that end with it."""
     means = []
@@ -270,7 +302,7 @@ def _compute_moving_means(
     return means
 
 
-def _make_levels(run: RunFiles, environment: str, measure: Measure) -> list[Level]:
+def make_levels(run: RunFiles, environment: str, measure: Measure) -> list[Level]:
     """Return a level per baseline, from the summary or, during the run, from the metrics."""
     config = run.find_environment_config(environment)
     goal_policy = config.optimal_policy if config else None
@@ -287,7 +319,7 @@ def _make_levels(run: RunFiles, environment: str, measure: Measure) -> list[Leve
     ]
 
 
-def _make_eval_points(run: RunFiles, environment: str, measure: Measure) -> list[Point]:
+def make_eval_points(run: RunFiles, environment: str, measure: Measure) -> list[Point]:
     """Return a point per evaluation; the final result in the summary replaces the last point."""
     summary, rows = run.summary, run.select_rows("eval", environment)
     readings = {row.num_games_trained: measure.read_row(row) for row in rows}

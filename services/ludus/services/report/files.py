@@ -45,7 +45,8 @@ def write_atomically(path: Path, content: str, *, option: str = "--output") -> P
     """
     temporary_path = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary_path.write_text(content, encoding="utf-8")
+        # Names of files may contain bytes that are not UTF-8.
+        temporary_path.write_text(content, encoding="utf-8", errors="backslashreplace")
         temporary_path.replace(path)
     except OSError as error:
         temporary_path.unlink(missing_ok=True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ludus.proto.config import SftRun
 from ludus.proto.metrics import TrainMetric
 from ludus.proto.runs import SftSummary
 from ludus.services.numbers import format_duration, format_fixed
 from ludus.services.report import curves
 from ludus.services.report.headline import Tile
-from ludus.services.report.line_chart import LineChart, Point
+from ludus.services.report.line_chart import Line, LineChart, Mark, Point
 from ludus.services.report.run_files import RunFiles
 
 
@@ -27,7 +29,7 @@ def make_loss_tiles(run: RunFiles) -> list[Tile]:
     """Return the key figures of the validation; none before the first validation."""
     summary = run.sft_summary
     if summary is None or summary.validation_loss is None:
-        points = _list_validations(run)
+        points = make_validation_points(run)
         if not points:
             return []
         note = f"after {points[-1].x:,.0f} conversations"
@@ -76,22 +78,34 @@ def list_run_facts(summary: SftSummary) -> list[tuple[str, str]]:
 
 def make_validation_curve(run: RunFiles) -> LineChart | None:
     """Make the chart of the validation loss; return None without validations."""
-    points = _list_validations(run)
+    points = make_validation_points(run)
     if not points:
         return None
-    return LineChart(
-        curves.CURVE_FRAME,
-        "Validation loss over conversations trained",
-        points,
-        format_y=lambda value: format_fixed(value, 4),
-        format_y_tick=lambda value: format_fixed(value, 2),
-        final_label="this model",
-        x_title="conversations trained",
+    return make_validation_chart(
+        [Line(points, name="this model")],
+        curves.make_marks(run),
         x_high=max((row.num_games_trained for row in run.metrics), default=0),
     )
 
 
-def _list_validations(run: RunFiles) -> list[Point]:
+def make_validation_chart(
+    lines: Sequence[Line], marks: Sequence[Mark] = (), x_high: float = 0.0
+) -> LineChart:
+    """Make the chart of validation losses over the number of conversations."""
+    return LineChart(
+        curves.CURVE_FRAME,
+        "Validation loss over conversations trained",
+        lines,
+        marks=marks,
+        format_y=lambda value: format_fixed(value, 4),
+        format_y_tick=lambda value: format_fixed(value, 2),
+        x_title="conversations trained",
+        x_high=x_high,
+    )
+
+
+def make_validation_points(run: RunFiles) -> list[Point]:
+    """Return the validation losses of a fine-tuning run."""
     metric = TrainMetric.VALIDATION_LOSS
     return [
         Point(

@@ -28,6 +28,19 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
+class Line:
+    """Measurements that one line connects."""
+
+    points: Sequence[Point]
+    raw_points: Sequence[Point] = ()
+    """Noisy measurements, drawn faintly behind the line."""
+    name: str = ""
+    """Name next to the last point of the line."""
+    css_class: str = ""
+    """Class that chooses the color; '' is the accent color."""
+
+
+@dataclass(frozen=True, slots=True)
 class Level:
     """A horizontal line that the curve is compared with."""
 
@@ -52,7 +65,7 @@ class Label:
     value_text: str
     name: str
     css_class: str
-    """Class of the text: goal, policy or ''."""
+    """Classes of the text: goal, or policy and the class of the line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +105,11 @@ class LineChart:
 
     frame: Frame
     title: str
-    points: Sequence[Point]
-    raw_points: Sequence[Point] = ()
-    """Noisy measurements, drawn faintly behind the line."""
+    lines: Sequence[Line]
     levels: Sequence[Level] = ()
     marks: Sequence[Mark] = ()
     format_y: Callable[[float], str] = format_compact
     format_y_tick: Callable[[float], str] = format_compact
-    final_label: str = ""
-    """Name that labels the last point of the line."""
     x_title: str = ""
     x_high: float = 0.0
     """Minimum value at the end of the x axis."""
@@ -108,16 +117,17 @@ class LineChart:
     @cached_property
     def x_scale(self) -> Scale:
         """Scale of the x axis, which starts at 0."""
-        max_x = max([self.x_high, *(point.x for point in (*self.points, *self.raw_points))])
+        max_x = max([self.x_high, *(point.x for point in self._all_points)])
         frame = self.frame
         return Scale(0.0, max_x or 1.0, frame.margin_left, frame.width - frame.margin_right)
 
     @cached_property
     def y_scale(self) -> Scale:
         """Scale of the y axis."""
-        values = [point.y for point in (*self.points, *self.raw_points)]
+        points = self._all_points
+        values = [point.y for point in points]
         values += [level.value for level in self.levels]
-        values += [bound for point in self.points for bound in point.interval or ()]
+        values += [bound for point in points for bound in point.interval or ()]
         frame = self.frame
         return Scale(*pad_range(values), frame.height - frame.margin_bottom, frame.margin_top)
 
@@ -135,24 +145,31 @@ class LineChart:
         """Return the SVG coordinates of a line through the points."""
         return self._format_coordinates([(point.x, point.y) for point in points])
 
-    def format_band(self) -> str:
-        """Return the SVG coordinates of the band that the intervals form."""
-        intervals = [(point.x, *point.interval) for point in self.points if point.interval]
+    def format_band(self, points: Sequence[Point]) -> str:
+        """Return the SVG coordinates of the band that the points' intervals form."""
+        intervals = [(point.x, *point.interval) for point in points if point.interval]
         top_points = [(x, high) for x, _, high in intervals]
         bottom_points = [(x, low) for x, low, _ in reversed(intervals)]
         return self._format_coordinates([*top_points, *bottom_points])
 
     def place_labels(self) -> list[Label]:
-        """Return the labels of the levels and of the line, without overlap."""
+        """Return the labels of the levels and of the lines, without overlap."""
         rows = [(level.value, level.name, "goal" if level.is_goal else "") for level in self.levels]
-        if self.final_label:
-            rows.append((self.points[-1].y, self.final_label, "policy"))
+        rows += [
+            (line.points[-1].y, line.name, f"policy {line.css_class}".rstrip())
+            for line in self.lines
+            if line.name
+        ]
         scale = self.y_scale
         heights = spread_positions([scale(y) for y, *_ in rows], LABEL_GAP, scale.end, scale.start)
         return [
             Label(height, self.format_y(y), name, css_class)
             for height, (y, name, css_class) in zip(heights, rows, strict=True)
         ]
+
+    @cached_property
+    def _all_points(self) -> list[Point]:
+        return [point for line in self.lines for point in (*line.points, *line.raw_points)]
 
     def _format_coordinates(self, positions: Sequence[tuple[float, float]]) -> str:
         return " ".join(f"{self.x_scale(x):g},{self.y_scale(y):g}" for x, y in positions)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ludus.proto.config import RecordedRun, SftRun
+from ludus.proto.config import SftRun
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import REPORT_FILE, Transcript
 from ludus.services import display
 from ludus.services.report import curves, fine_tuning, headline
 from ludus.services.report.before_after import pair_samples
+from ludus.services.report.configuration import remove_credentials
 from ludus.services.report.files import render_template, write_atomically
 from ludus.services.report.line_chart import Frame, LineChart, Scale, pad_range
 from ludus.services.report.policy_grid import count_agreements, make_legend_colors, split_panels
@@ -74,22 +75,8 @@ def _render_page(run: RunFiles) -> str:
         },
         num_transcripts=NUM_TRANSCRIPTS,
         sample_pairs=pair_samples(run.samples),
-        config_json=_format_config(run.config),
+        config_json=remove_credentials(run.config).model_dump_json(indent=2) if run.config else "",
     )
-
-
-def _format_config(config: RecordedRun | None) -> str:
-    """Return a configuration as JSON, without the credentials in addresses of servers."""
-    if config is None:
-        return ""
-    if not isinstance(config, SftRun):
-        environments = dict(config.environments)
-        for name, environment in environments.items():
-            if environment.kind == "remote":
-                address = display.describe_environment(environment)
-                environments[name] = environment.model_copy(update={"address": address})
-        config = config.model_copy(update={"environments": environments})
-    return config.model_dump_json(indent=2)
 
 
 def _make_headline(run: RunFiles) -> dict[str, object]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from ludus.proto.runs import (
     SUMMARY_FILE,
     TRANSCRIPTS_FILE,
     MetricsRow,
+    Phase,
     PolicyChart,
     RowKind,
     SftSummary,
@@ -97,6 +97,16 @@ class RunFiles:
         ]
 
     @property
+    def resumes(self) -> list[tuple[int, int]]:
+        """(Step, number of trained episodes) for each resume from a checkpoint."""
+        resumes, num_games_trained = [], 0
+        for row in self.metrics:
+            if row.phase is Phase.PREPARE_MODEL and row.step > 0:
+                resumes.append((row.step, num_games_trained))
+            num_games_trained = max(num_games_trained, row.num_games_trained)
+        return resumes
+
+    @property
     def num_steps_done(self) -> int:
         """Number of finished training steps, from the metrics."""
         return max((row.step for row in self.select_rows("train")), default=0)
@@ -116,7 +126,8 @@ def load_run_files(run_dir: Path) -> RunFiles:
     """
     file_names = [CONFIG_FILE, METRICS_FILE, SUMMARY_FILE]
     if not any((run_dir / name).is_file() for name in file_names):
-        raise NotFoundError(_explain_missing_run(run_dir, file_names))
+        names = ", ".join(file_names)
+        raise NotFoundError(f"'{run_dir}' is not a run folder: it has none of {names}")
     notices: list[str] = []
 
     def read_file(file_name: str, parse_file: Callable[[], ValueT]) -> ValueT | None:
@@ -146,22 +157,16 @@ def load_run_files(run_dir: Path) -> RunFiles:
         chart = parse_json(CHART_FILE, PolicyChart.model_validate_json)
         chart = chart if chart and chart.cells else None
     metrics = read_file(METRICS_FILE, lambda: read_metrics(run_dir)) or []
+    last_step = max((row.step for row in metrics if row.kind == "train"), default=0)
+    any_summary = summary or sft_summary
+    if any_summary is not None and any_summary.num_steps < last_step:
+        notices.append(
+            f"{SUMMARY_FILE} is of step {any_summary.num_steps:,}, before the run was resumed, and "
+            "is left out."
+        )
+        summary = sft_summary = None
     transcripts = read_file(TRANSCRIPTS_FILE, lambda: read_transcripts(run_dir)) or []
     samples = read_file(SAMPLES_FILE, lambda: read_samples(run_dir)) or []
     return RunFiles(
         run_dir, config, summary, sft_summary, chart, metrics, transcripts, samples, notices
     )
-
-
-def _explain_missing_run(run_dir: Path, file_names: list[str]) -> str:
-    if run_dir.is_dir():
-        problem = f"'{run_dir}' is not a run folder: it has none of {', '.join(file_names)}"
-    else:
-        problem = f"run folder '{run_dir}' does not exist"
-    if not run_dir.parent.is_dir():
-        return f"{problem}; runs are usually in runs/"
-    sibling_names = sorted(path.name for path in run_dir.parent.iterdir() if path.is_dir())
-    similar_names = difflib.get_close_matches(run_dir.name, sibling_names, n=3) or sibling_names[:5]
-    if not similar_names:
-        return problem
-    return f"{problem}; '{run_dir.parent}' has {', '.join(similar_names)}"
