@@ -15,6 +15,8 @@ COMMANDS = [
     ("train-reward",),
     ("sft",),
     ("eval",),
+    ("export",),
+    ("chat",),
     ("report",),
     ("scale",),
     ("model", "get"),

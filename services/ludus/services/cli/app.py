@@ -15,6 +15,7 @@ import typer
 from ludus.env.text.terminal import format_notice
 from ludus.proto.errors import LudusError, UserError
 from ludus.services.cli import (
+    chat_command,
     env_commands,
     eval_command,
     export_command,
@@ -58,26 +59,31 @@ def declare_options(
     """Train language-model agents with reinforcement learning in any environment."""
 
 
-app.add_typer(env_commands.app, name="env")
-app.add_typer(model_commands.app, name="model")
-app.add_typer(run_list_commands.app, name="runs")
-app.command("init")(init_command.init)
-app.command("train", cls=train_command.TrainCommand)(train_command.train)
-app.command("train-reward")(train_reward_command.train_reward)
-app.command("sft", cls=train_command.TrainCommand)(sft_command.fine_tune)
-app.command("eval")(eval_command.evaluate)
-app.command("export")(export_command.export)
-app.command("watch")(run_folder_commands.watch)
-app.command("scale")(run_folder_commands.scale)
-app.command("report")(run_folder_commands.report)
-app.command("gateway")(gateway_command.run_gateway)
-app.command("submit")(submit_command.submit)
-app.command("list")(runs_commands.list_runs)
-app.command("status")(runs_commands.show_status)
-app.command("logs")(runs_commands.show_logs)
-app.command("stop")(runs_commands.stop)
-app.command("resume")(submit_command.resume)
-app.command("fetch")(runs_commands.fetch)
+_TRAINING = "Training and results, on this machine"
+_CLUSTER = "Runs on a cluster (need a Kubernetes context)"
+_PARTS = "Environments, models and gateways"
+
+app.command("init", rich_help_panel=_TRAINING)(init_command.init)
+app.command("train", cls=train_command.TrainCommand, rich_help_panel=_TRAINING)(train_command.train)
+app.command("sft", cls=train_command.TrainCommand, rich_help_panel=_TRAINING)(sft_command.fine_tune)
+app.command("train-reward", rich_help_panel=_TRAINING)(train_reward_command.train_reward)
+app.add_typer(run_list_commands.app, name="runs", rich_help_panel=_TRAINING)
+app.command("watch", rich_help_panel=_TRAINING)(run_folder_commands.watch)
+app.command("report", rich_help_panel=_TRAINING)(run_folder_commands.report)
+app.command("eval", rich_help_panel=_TRAINING)(eval_command.evaluate)
+app.command("chat", rich_help_panel=_TRAINING)(chat_command.chat)
+app.command("export", rich_help_panel=_TRAINING)(export_command.export)
+app.command("scale", rich_help_panel=_TRAINING)(run_folder_commands.scale)
+app.command("submit", rich_help_panel=_CLUSTER)(submit_command.submit)
+app.command("list", rich_help_panel=_CLUSTER)(runs_commands.list_runs)
+app.command("status", rich_help_panel=_CLUSTER)(runs_commands.show_status)
+app.command("logs", rich_help_panel=_CLUSTER)(runs_commands.show_logs)
+app.command("stop", rich_help_panel=_CLUSTER)(runs_commands.stop)
+app.command("resume", rich_help_panel=_CLUSTER)(submit_command.resume)
+app.command("fetch", rich_help_panel=_CLUSTER)(runs_commands.fetch)
+app.add_typer(env_commands.app, name="env", rich_help_panel=_PARTS)
+app.add_typer(model_commands.app, name="model", rich_help_panel=_PARTS)
+app.command("gateway", rich_help_panel=_PARTS)(gateway_command.run_gateway)
 
 
 def main() -> None:

@@ -1,0 +1,102 @@
+"""`ludus chat`: a conversation with a model on the terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ludus.proto.errors import ConfigError, NotFoundError
+from ludus.proto.paths import parse_path
+from ludus.proto.runs import CONFIG_FILE
+from ludus.services.cli.run_names import split_run_step
+from ludus.services.cli.trainer_process import build_trainer_command
+
+_MODEL_FOLDER = "model"
+_MAX_TEMPERATURE = 1000.0
+
+
+def chat(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="Folder of a model, a Hugging Face id, or RUN[@STEP]: a run's folder or its name "
+            "in runs/. Without a step, the latest checkpoint, or the model that a fine-tuning run "
+            "kept.",
+        ),
+    ],
+    system: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="System message. Default: that of the chat template."),
+    ] = None,
+    temperature: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=_MAX_TEMPERATURE,
+            help="Sampling temperature; 0 selects the most likely token.",
+        ),
+    ] = 1.0,
+    max_completion_tokens: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Maximum number of tokens of an answer.")
+    ] = 512,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Seed of the sampling.", show_default="random")
+    ] = None,
+    enables_thinking: Annotated[
+        bool, typer.Option("--thinking", help="Let the model think, if its template supports it.")
+    ] = False,
+) -> None:
+    """Talk to a model on the terminal; without a terminal, answer each line of standard input.
+
+    The model is loaded with transformers, on the GPU if there is one.
+
+    Example: `ludus chat demo`
+
+    Example: `echo "What is 7 + 12?" | ludus chat demo@40 --temperature 0`
+    """
+    arguments = [f"--model={_find_model(model)}", f"--temperature={temperature}"]
+    arguments += [f"--max-completion-tokens={max_completion_tokens}"]
+    arguments += [] if system is None else [f"--system={system}"]
+    arguments += [] if seed is None else [f"--seed={seed}"]
+    arguments += ["--thinking"] if enables_thinking else []
+    # The trainer takes the place of this process, and with it the terminal and its signals.
+    os.execv(sys.executable, build_trainer_command(["chat", *arguments]))
+
+
+def _find_model(text: str) -> str:
+    """Return the folder of a run's model, or the text if it names no run."""
+    path = parse_path(text)
+    if (path / CONFIG_FILE).is_file() and not _is_run(path):
+        return text
+    try:
+        folder, checkpoint = split_run_step(text)
+    except NotFoundError:
+        if "@" in text:
+            raise
+        return text
+    kept_model = folder / _MODEL_FOLDER
+    if checkpoint is None:
+        return str(kept_model if kept_model.is_dir() and _is_fine_tuning(folder) else folder)
+    if not (checkpoint / _MODEL_FOLDER).is_dir():
+        raise ConfigError(f"'{checkpoint}' contains no language model; a network cannot chat")
+    return str(checkpoint / _MODEL_FOLDER)
+
+
+def _is_fine_tuning(folder: Path) -> bool:
+    try:
+        config = json.loads((folder / CONFIG_FILE).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(config, dict) and config.get("kind") == "sft"
+
+
+def _is_run(path: Path) -> bool:
+    from ludus.services.run_list import is_run_folder
+
+    return is_run_folder(path)
