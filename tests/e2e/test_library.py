@@ -43,3 +43,22 @@ def test_program_trains_step_by_step_and_resumes_after_an_error(tmp_path: Path) 
         assert "'given:brevity_2': this function was passed by the program that started" in (
             run.output()
         )
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("shared_ray")
+def test_a_program_without_async_trains_stops_and_resumes(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.e2e.sync_program", str(tmp_path)]
+    completed = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
+    assert completed.returncode == 0, completed.stderr
+    output = json.loads(completed.stdout.splitlines()[-1])
+    assert len(output["before"]) == 3 and set(output["before"]) <= {"HIT", "STAND"}
+    assert (output["first step"], output["saved"]) == (1, "step-00000001")
+    assert (output["games"], output["second step"]) == (20, 2)
+    assert set(output["columns"].values()) == {2}
+    assert {"step", "num_games_trained", "elapsed_s", "reward_mean"} <= output["columns"].keys()
+    # The interrupt ends the loop; the run stops with a checkpoint, and resumes.
+    assert "not interrupted" not in output
+    assert (output["finished"], output["num_steps"]) == (True, 4)
+    assert {"SyncTrainer", "Trainer", "train", "LanguageModelRun"} <= set(output["names"])
+    assert "run:" in completed.stderr and "4/4" in completed.stderr

@@ -3,17 +3,22 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ludus.proto.config import LanguageModelRun
     from ludus.trainer.core.stopping import RunStopped
     from ludus.trainer.driver.loops.steps import Step
     from ludus.trainer.driver.policy import Policy
+    from ludus.trainer.driver.sync_trainer import SyncTrainer, train
     from ludus.trainer.driver.trainer import Trainer
 
-__all__ = ["Policy", "RunStopped", "Step", "Trainer"]
+__all__ = ["LanguageModelRun", "Policy", "RunStopped", "Step", "SyncTrainer", "Trainer", "train"]
 _MODULES = {
-    "Policy": "driver.policy",
-    "RunStopped": "core.stopping",
-    "Step": "driver.loops.steps",
-    "Trainer": "driver.trainer",
+    "LanguageModelRun": "ludus.proto.config",
+    "Policy": "ludus.trainer.driver.policy",
+    "RunStopped": "ludus.trainer.core.stopping",
+    "Step": "ludus.trainer.driver.loops.steps",
+    "SyncTrainer": "ludus.trainer.driver.sync_trainer",
+    "Trainer": "ludus.trainer.driver.trainer",
+    "train": "ludus.trainer.driver.sync_trainer",
 }
 
 
@@ -22,5 +27,9 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         from importlib import import_module
 
-        return getattr(import_module(f"ludus.trainer.{_MODULES[name]}"), name)
+        return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'ludus.trainer' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

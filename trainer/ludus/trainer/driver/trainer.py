@@ -2,7 +2,7 @@
 
     async with Trainer("run.toml") as trainer:
         async for step in trainer.steps():        # training pauses while the body runs
-            print(step.number, step.values["reward_mean"])
+            print(step.number, step.values.get("reward_mean"))
         print(await trainer.policy.generate("hard 15 vs 10"))
         print(await trainer.evaluate())
 
@@ -30,7 +30,15 @@ from ludus.proto.config import (
     require_language_model,
 )
 from ludus.proto.errors import CheckpointError, ConfigError, UserError
-from ludus.proto.runs import CHART_FILE, CONFIG_FILE, EvalReport, Phase, Resume, Summary
+from ludus.proto.runs import (
+    CHART_FILE,
+    CONFIG_FILE,
+    EvalReport,
+    Phase,
+    Resume,
+    Summary,
+    read_metrics,
+)
 from ludus.trainer.actors.cpu_threads import resolve_num_threads
 from ludus.trainer.core.functions import get_or_register_path
 from ludus.trainer.core.stopping import RunStopped, StopRequest
@@ -43,6 +51,7 @@ from ludus.trainer.driver.loops.steps import Step, StepGate
 from ludus.trainer.driver.policy import Policy
 from ludus.trainer.driver.policy_chart import make_policy_chart
 from ludus.trainer.run.checkpoint import RunState
+from ludus.trainer.run.columns import MetricColumns, make_columns
 from ludus.trainer.run.lifecycle import apply_control_files, open_run
 from ludus.trainer.run.metrics_writer import MetricsWriter
 from ludus.trainer.run.schedule import resolve_num_steps
@@ -178,6 +187,20 @@ class Trainer:
         """The current policy. While training pauses, it has the newest weights."""
         workers, tokenizer = self.components.workers, self.components.tokenizer
         return Policy(self.run, workers, tokenizer, self._controller.wait_for_delivery)
+
+    @property
+    def metrics(self) -> MetricColumns:
+        """Values of the training steps so far: a list by metric (docs/metrics.md), and the steps.
+
+        The lists have one length, so `pandas.DataFrame(trainer.metrics)` has a row per step. Steps
+        before a resume are included.
+        """
+        return make_columns(read_metrics(self.run.folder), "train")
+
+    @property
+    def evaluations(self) -> MetricColumns:
+        """Results of the evaluations so far, as `metrics`: a row per evaluation and environment."""
+        return make_columns(read_metrics(self.run.folder), "eval")
 
     async def evaluate(self, num_games: int | None = None) -> dict[str, EvalReport]:
         """Evaluate the current policy on the seeds of the fixed policies; return the reports.
