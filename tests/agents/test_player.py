@@ -30,7 +30,8 @@ from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.adapters.environment_adapter import ServerRenderer
 from ludus.trainer.rollout.adapters.tool_adapter import Toolbox
 from ludus.trainer.rollout.agents.endpoint.server import EndpointAccess
-from ludus.trainer.rollout.agents.launchers import AgentTask, ProgramLauncher, check_agent
+from ludus.trainer.rollout.agents.launchers import AgentTask, ProgramLauncher
+from ludus.trainer.rollout.agents.programs import check_agent
 from ludus.trainer.rollout.agents.runner import AgentHost, AgentRunner
 from ludus.trainer.rollout.rewards.scoring import Reward
 from tests.agents import functions

@@ -112,8 +112,8 @@ def test_progress_shows_evaluation_mean_reward_and_void_episodes() -> None:
     progress.update([make_phase_row(Phase.TRAIN), make_eval_row(0, 0.28), make_eval_row(10, 0.4)])
     progress.update([make_train_row(step, step, **rewards) for step in range(8, 11)])
     facts = progress.list_facts()
-    assert facts["wins"] == "40.0% (38.0 to 42.0%)"
-    assert facts["return"] == "−0.200"
+    assert facts["wins"] == "40.0% (38.0 to 42.0%) at step 10"
+    assert facts["return"] == "−0.200 at step 10"
     assert facts["reward"] == "0.500"
     assert facts["lost episodes"] == "6"
     assert facts["failed episodes"] == "9"
@@ -158,8 +158,8 @@ def test_progress_of_a_mixed_run_shows_every_environment() -> None:
         [make_eval_row(0, 0.28), make_eval_row(0, 0.2, "catch"), make_eval_row(10, 0.9, "catch")]
     )
     facts = progress.list_facts()
-    assert facts["wins in blackjack"] == "28.0% (26.0 to 30.0%)"
-    assert facts["wins in catch"] == "90.0% (88.0 to 92.0%)"
+    assert facts["wins in blackjack"] == "28.0% (26.0 to 30.0%) at step 0"
+    assert facts["wins in catch"] == "90.0% (88.0 to 92.0%) at step 10"
     assert "wins" not in facts
 
 
@@ -170,8 +170,8 @@ def test_progress_shows_the_return_of_an_environment_without_success() -> None:
     progress.update([make_eval_row(0, 0.28), pole_row.model_copy(update={"values": values})])
     facts = progress.list_facts()
     assert (facts["wins in blackjack"], facts["return in pole"]) == (
-        "28.0% (26.0 to 30.0%)",
-        "17.000",
+        "28.0% (26.0 to 30.0%) at step 0",
+        "17.000 at step 0",
     )
     assert "wins in pole" not in facts
 

@@ -337,6 +337,9 @@ def test_eval_of_a_folder_without_a_run_is_refused(ludus: RunCli, tmp_path: Path
     result = ludus("eval", str(tmp_path))
     assert result.code == 2
     assert "is not a run folder, because it has no config.json" in result.err
+    result = ludus("eval", "runs/no-such-run")
+    assert result.code == 2
+    assert "there is no run folder 'runs/no-such-run' in the working folder '" in result.err
 
 
 def start_cli(folder: Path, scenario: str, grace_s: float = 15.0) -> subprocess.Popen[str]:

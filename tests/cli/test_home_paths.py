@@ -19,7 +19,7 @@ from ludus.proto.config import (
     load_sft_config,
     make_run_config,
 )
-from ludus.proto.config.load import find_sections
+from ludus.proto.config.mistakes import find_sections
 from ludus.proto.config.run import AnyRunConfig
 from ludus.proto.paths import expand_home
 from ludus.services.cli.app import app

@@ -115,8 +115,8 @@ def test_errors_of_networks_start_with_the_argument_name(
         ({"resume_checkpoint": 5, "dry_run": False}, "^resume_checkpoint = 5 must be a path"),
         ({"dry_run": "no"}, "^dry_run = 'no' must be True or False"),
         ({"device": 5}, "^device = 5 must be None or a string"),
-        ({"weight_decay": 1}, "weight_decay: input should be less than 1, got 1"),
-        ({"learning_rate": 2}, "learning_rate: input should be less than or equal to 1, got 2"),
+        ({"weight_decay": 1}, "weight_decay: expected a value less than 1, got 1"),
+        ({"learning_rate": 2}, "learning_rate: expected a value less than or equal to 1, got 2"),
     ],
 )
 def test_invalid_arguments_of_train_reward_are_refused(

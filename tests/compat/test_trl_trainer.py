@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from ludus.proto.errors import ConfigError, UserError
+from ludus.proto.errors import CheckpointError, ConfigError, UserError
 from ludus.proto.metrics import TrainMetric
 from ludus.trainer.compat.trl import GRPOConfig, GRPOTrainer, generate_rollout_completions
+from ludus.trainer.compat.trl import trainer as trl_trainer
 from ludus.trainer.compat.trl.history import TrainerState
 from ludus.trainer.compat.trl.inputs import PromptRows
 from ludus.trainer.compat.trl.run_settings import Batches
@@ -158,6 +159,15 @@ def test_empty_callbacks_and_optimizers_are_accepted(tmp_path: Path) -> None:
         make_trainer(tmp_path).train(resume_from_checkpoint=Path("/x"))  # type: ignore[arg-type]
 
 
+def test_damaged_checkpoint_is_reported_with_the_arguments_of_trl(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints" / "step-00000001").mkdir(parents=True)
+    with pytest.raises(
+        CheckpointError, match="start again with resume_from_checkpoint=False"
+    ) as info:
+        make_trainer(tmp_path).train(resume_from_checkpoint=True)
+    assert "--" not in str(info.value)
+
+
 def test_reward_weights_follow_the_order_of_reward_functions(tmp_path: Path) -> None:
     def score_brevity(completions: list[str], **_: Any) -> list[float]:
         return [-float(len(completion)) for completion in completions]
@@ -216,6 +226,25 @@ def make_step(number: int, reward: float) -> Step:
         TrainMetric.NUM_TOKENS_IN_BATCH: 100,
     }
     return Step(number, values, {"prompts": {"reward_term.r": reward}}, (), None)
+
+
+def test_saved_model_does_not_replace_the_configuration_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint, run_folder = tmp_path / "checkpoint", tmp_path / "run"
+    for folder, text in ((checkpoint / "model", "model"), (run_folder, "run")):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(text)
+    monkeypatch.setattr(trl_trainer, "find_newest_checkpoint", lambda folder: checkpoint)
+    trainer = make_trainer(tmp_path)
+    assert trainer.save_model() == run_folder / "model"
+    assert capsys.readouterr().err == ""
+    assert trainer.save_model(run_folder) == run_folder / "model"
+    assert f"the model is saved to '{run_folder / 'model'}'" in capsys.readouterr().err
+    assert trainer.save_model(tmp_path / "copy") == tmp_path / "copy"
+    configs = [folder / "config.json" for folder in (run_folder / "model", tmp_path / "copy")]
+    assert [path.read_text() for path in configs] == ["model", "model"]
+    assert (run_folder / "config.json").read_text() == "run"
 
 
 def test_log_history_contains_means_since_the_previous_entry() -> None:

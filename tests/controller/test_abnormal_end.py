@@ -132,7 +132,9 @@ async def test_current_step_finishes_and_is_saved_after_any_failure(
 ) -> None:
     run = make_run(tmp_path)
     run.prepare = FailingDelivery(run, 4, error).prepare
-    with pytest.raises(type(error), match="continue with --resume from step 5") as error_info:
+    with pytest.raises(
+        type(error), match="continue with resume='always' from step 5"
+    ) as error_info:
         await run.train()
     assert error_info.value is error
     assert read_saved_steps(tmp_path) == [5]
@@ -157,7 +159,7 @@ async def test_failed_step_is_not_saved(tmp_path: Path) -> None:
             raise UnexpectedError("out of memory")
 
     run.learner.on_step = on_step
-    with pytest.raises(UnexpectedError, match="continue with --resume from step 3"):
+    with pytest.raises(UnexpectedError, match="continue with resume='always' from step 3"):
         await run.train()
     assert read_saved_steps(tmp_path) == [3]
 

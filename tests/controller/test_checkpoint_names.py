@@ -20,8 +20,8 @@ def test_missing_and_damaged_checkpoints_have_different_messages(tmp_path: Path)
     with pytest.raises(CheckpointError, match=r"no checkpoint '.*step-00000002'") as error_info:
         read_state(tmp_path / "step-00000002", RunState)
     assert str(damaged_checkpoint) in str(error_info.value), "the existing checkpoint is not named"
-    assert "--overwrite" not in str(error_info.value)
-    with pytest.raises(CheckpointError, match=r"cannot be read.*--overwrite"):
+    assert "overwrite" not in str(error_info.value)
+    with pytest.raises(CheckpointError, match=r"cannot be read.*overwrite=True"):
         read_state(damaged_checkpoint, RunState)
 
 
@@ -46,5 +46,5 @@ async def test_resume_with_different_random_streams_is_refused(
 def test_checkpoint_without_stream_version_is_refused() -> None:
     path = Path("step-00000005")
     check_streams(path, RunState.model_validate_json(RunState().model_dump_json()))
-    with pytest.raises(CheckpointError, match=r"of version 0, .* --overwrite or under"):
+    with pytest.raises(CheckpointError, match=r"of version 0, .* overwrite=True or under"):
         check_streams(path, RunState.model_validate_json('{"step": 5}'))

@@ -42,6 +42,22 @@ def test_checkpoint_is_found_by_path_or_name(tmp_path: Path) -> None:
     assert unknown_checkpoint == Path("step-1").absolute()
 
 
+@pytest.mark.parametrize(
+    ("kind", "temperature", "message"),
+    [("network", "0.5", "expected 0 .* or 1"), ("language_model", "0.0001", "at least 0.01")],
+)
+def test_temperature_of_an_evaluation_is_checked(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str, temperature: str, message: str
+) -> None:
+    config = tmp_path / "run.json"
+    config.write_text(
+        f'{{"kind": "{kind}", "environment": {{"package": "gymnasium:CartPole-v1"}}}}'
+    )
+    command = ["eval", "--config", str(config), "--temperature", temperature]
+    assert main(command) == 2
+    assert re.search(rf"eval.temperature.*{message}", capsys.readouterr().err)
+
+
 @pytest.mark.parametrize("path", ["./here", "~/here"])
 def test_model_folder_becomes_absolute(
     path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -125,7 +125,8 @@ def put_in_cache(cache: Path, folder: Path) -> None:
 @pytest.mark.slow
 def test_unresponsive_hub_is_tried_once_and_reported(hub: SilentHub) -> None:
     message = (
-        rf"model\.path = '{MODEL}': Hugging Face \({hub.address}\) does not respond.*HF_ENDPOINT"
+        rf"model\.path = '{MODEL}': there is no such folder in the working folder .*, Hugging Face "
+        rf"\({hub.address}\) does not respond.*HF_ENDPOINT"
     )
     for load_model in (
         check_model_path,

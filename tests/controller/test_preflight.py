@@ -73,7 +73,7 @@ def test_damaged_checkpoint_is_reported_with_the_remedy(tmp_path: Path) -> None:
     checkpoint = tmp_path / "run" / CHECKPOINTS_FOLDER / "step-00000001"
     checkpoint.mkdir(parents=True)
     (checkpoint / "state.json").write_text(RunState(step=1).model_dump_json()[:50])
-    with pytest.raises(UserError, match=r"cannot be read.*--overwrite"):
+    with pytest.raises(UserError, match=r"cannot be read.*overwrite=True"):
         check_run(tmp_path, resume=Resume.ALWAYS)
 
 

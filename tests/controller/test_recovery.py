@@ -117,7 +117,9 @@ async def test_samples_of_rolled_back_weights_are_not_trained_on(tmp_path: Path)
 async def test_learner_lost_too_often_stops_the_run(tmp_path: Path) -> None:
     run = make_run(tmp_path, max_learner_restarts=2)
     kill_learner_in_steps(run, 6, 7, 8)
-    with pytest.raises(LearnerLostError, match=r"restarted 2 times.*--resume"):
+    with pytest.raises(
+        LearnerLostError, match=r"(?s)restarted 2 times.*continue with resume='always'"
+    ):
         await run.train()
 
 
@@ -147,7 +149,7 @@ async def test_lost_buffer_stops_the_run_with_a_checkpoint(
     prepare_run = run.prepare
     lose_buffer_in_step(run, 6)
     with pytest.raises(
-        BufferLostError, match=r"the buffer died\ncontinue with --resume from step 7"
+        BufferLostError, match=r"the buffer died\ncontinue with resume='always' from step 7"
     ):
         await run.train()
     saved_state = read_state(find_newest_checkpoint(tmp_path / "run" / "checkpoints"), RunState)
@@ -174,7 +176,7 @@ async def test_learner_lost_with_the_buffer_leaves_the_previous_checkpoint(
 
     monkeypatch.setattr(run.learner, "save", save_or_die)
     with pytest.raises(
-        BufferLostError, match=r"the buffer died\ncontinue with --resume from step 5"
+        BufferLostError, match=r"the buffer died\ncontinue with resume='always' from step 5"
     ):
         await run.train()
     assert read_state(find_newest_checkpoint(tmp_path / "run" / "checkpoints"), RunState).step == 5

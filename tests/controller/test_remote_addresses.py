@@ -12,9 +12,11 @@ import pytest
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import Resume
-from ludus.trainer.driver import build, checks
+from ludus.trainer.driver import build
 from ludus.trainer.driver.build import start_infrastructure
-from ludus.trainer.driver.checks import check_remote_addresses, check_start
+from ludus.trainer.driver.checks import check_start
+from ludus.trainer.setup import quick_checks
+from ludus.trainer.setup.quick_checks import check_remote_addresses
 from tests.env.served import reserve_port
 
 
@@ -27,7 +29,7 @@ def unused_address() -> Iterator[str]:
 
 @pytest.fixture
 def short_connect_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "CONNECT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(quick_checks, "CONNECT_TIMEOUT_S", 0.2)
 
 
 def make_run(address: str) -> LanguageModelRun:

@@ -184,4 +184,4 @@ async def test_run_without_finished_groups_stops_and_reports_them(tmp_path: Path
         match=r"idle_timeout_s = 0\.3: groups being played: 4 in 'coins'; 1 of",
     ) as error_info:
         await run.train()
-    assert error_info.value.__notes__ == ["continue with --resume from step 2"]
+    assert error_info.value.__notes__ == ["continue with resume='always' from step 2"]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from ludus.proto.config import LanguageModelRun, PretrainedModel
 from ludus.proto.runs import Summary
@@ -61,6 +62,7 @@ async def save_checkpoint(checkpoints: Path, original: Path, step: int) -> None:
         model.save_pretrained(new_folder / MODEL_FOLDER)
         tokenizer = transformers.AutoTokenizer.from_pretrained(original)
         tokenizer.save_pretrained(new_folder / MODEL_FOLDER)
-        (new_folder / MODEL_FOLDER / "value_head.safetensors").write_bytes(b"not for others")
+        # A file of the learner alone.
+        save_file({"bias": torch.zeros(1)}, new_folder / MODEL_FOLDER / "value_head.safetensors")
         paths = [path for path in new_folder.rglob("*") if path.is_file()]
         await folder.commit(new_folder, SavedState(step=step), map(SavedFile.from_path, paths))

@@ -67,6 +67,8 @@ async def test_address_is_parsed_into_parts() -> None:
         "grpc://host:1/a/b",
         "http://host:1/?a=1",
         "http://[::1",
+        "http://host:99999",
+        "grpc://host:port",
     ],
 )
 async def test_malformed_address_raises_config_error(address: str) -> None:

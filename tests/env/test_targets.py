@@ -5,13 +5,19 @@ import pickle
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.serving.subprocess import LocalServer
-from ludus.env.targets.targets import TargetFactory, environment_factory, list_installed_packages
+from ludus.env.targets.targets import (
+    TargetFactory,
+    check_environment_options,
+    environment_factory,
+    list_installed_packages,
+)
 from ludus.proto.errors import ConfigError, NotFoundError
 
 ROOT = Path(__file__).parents[2]
@@ -54,6 +60,8 @@ def test_target_creates_the_environment(target, options, name) -> None:
             "must be a subclass of ludus.env.Environment",
         ),
         ("json", ConfigError, "'json' has no make_environment"),
+        ("./my_env.py", NotFoundError, "give its module and class, my_env:Class, from its folder"),
+        ("my_env.py:MyEnv", NotFoundError, "give its module and class, my_env:Class, from its"),
         ("openenv:tests.env.counting_env:NUM_STEPS", ConfigError, "got int"),
         (
             "openenv:tests.env.counting_env",
@@ -71,6 +79,63 @@ def test_unknown_target_error_contains_a_hint(target, error_type, message: str) 
 def test_unsupported_environment_options_are_named_in_the_error() -> None:
     with pytest.raises(ConfigError, match=r"cannot be made with \{'num': 3\}"):
         environment_factory("tests.env.counting_env:CountingEnv", {"num": 3})()
+
+
+@pytest.fixture
+def write_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
+    """Return a function that writes a module to the working folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+
+    def write(name: str, code: str) -> Path:
+        path = tmp_path / f"{name}.py"
+        path.write_text(code)
+        return path
+
+    return write
+
+
+SIZED_ENV = """
+from tests.env.counting_env import CountingEnv
+
+class SizedEnv(CountingEnv):
+    def __init__(self, size=1, colour="red"):
+        super().__init__()
+        open(f"{size}.txt")
+"""
+
+
+def test_unknown_option_of_a_custom_environment_has_a_hint(write_module) -> None:
+    write_module("sized_env_a", SIZED_ENV)
+    with pytest.raises(ConfigError, match=r"unknown option 'sise'; did you mean 'size'\?"):
+        environment_factory("sized_env_a:SizedEnv", {"sise": 3})()
+    with pytest.raises(ConfigError, match="unknown option 'zzz'; it has size, colour"):
+        environment_factory("sized_env_a:SizedEnv", {"zzz": 3})()
+
+
+def test_failing_constructor_is_reported_with_its_line(write_module) -> None:
+    path = write_module("sized_env_b", SIZED_ENV)
+    with pytest.raises(ConfigError, match=rf"FileNotFoundError: .*3\.txt.*'{path}', line 7\)"):
+        check_environment_options("sized_env_b:SizedEnv", {"size": 3})
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "message"),
+    [
+        (
+            "broken_env_a",
+            "def make()\n    pass\n",
+            r"SyntaxError: expected ':' \(.*a\.py', line 1\)",
+        ),
+        ("broken_env_b", "\nx = y\n", r"NameError: name 'y' is not defined \(.*b\.py', line 2\)"),
+    ],
+)
+def test_module_that_cannot_be_imported_is_reported_with_its_line(
+    write_module, name: str, code: str, message: str
+) -> None:
+    write_module(name, code)
+    with pytest.raises(ConfigError, match=message):
+        environment_factory(f"{name}:make", {})
 
 
 def test_function_that_returns_no_environment_fails() -> None:

@@ -198,8 +198,9 @@ def test_example_responses_come_from_options_or_columns(path: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prompt": "question"}, "row 1: 'question' must be text .* got no 'question'"),
-        ({"template": "{promt}"}, "row 1: 'promt' must have a value, got no 'promt'"),
+        ({"prompt": "x"}, "column 'x', but the first row has prompt, solution; set prompt to one"),
+        ({"prompt": "promt"}, r"prompt names the column 'promt', .*; did you mean 'prompt'\?"),
+        ({"template": "{promt}"}, r"template names the column 'promt'.*did you mean 'prompt'\?"),
         ({"template": "none"}, "needs column names in braces"),
         ({"template": "{prompt.x}"}, "got 'prompt.x'"),
         ({"template": "{prompt"}, "write a literal brace twice"),
@@ -209,12 +210,33 @@ def test_example_responses_come_from_options_or_columns(path: str) -> None:
         ({"test_size": -0.1}, "test_size: expected at least 0, got -0.1"),
         ({"test_size": 1.5}, "must be a share below 1"),
         ({"test_size": 0.5, "test_path": "x.jsonl"}, "remove one of them"),
-        ({"path": "nowhere.jsonl"}, "does not exist"),
+        (
+            {"path": "nowhere.jsonl"},
+            "does not exist in the working folder '.*'; correct the path, or",
+        ),
+        ({"path": "/nowhere.jsonl"}, "path = '/nowhere.jsonl' does not exist; correct the path$"),
     ],
 )
 def test_invalid_options_are_refused(path: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_environment(**{"path": path, **options})
+
+
+def test_misspelt_file_has_a_hint(path: str) -> None:
+    with pytest.raises(ConfigError, match=rf"does not exist; did you mean '{Path(path).name}'"):
+        make_environment(path=str(Path(path).with_stem(Path(path).stem + "s")))
+
+
+def test_file_with_other_separators_is_recognized(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("prompt;answer\na;b\n")
+    with pytest.raises(ConfigError, match=r"the first row has prompt;answer; .* commas"):
+        make_environment(path=str(tmp_path / "rows.csv"))
+
+
+def test_row_without_the_prompt_is_named(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"promt": "b"}\n')
+    with pytest.raises(ConfigError, match=r"row 2: .* got no 'prompt' .*; fix or remove the row"):
+        make_environment(path=str(tmp_path / "rows.jsonl"))
 
 
 def test_environment_variable_sets_the_options(path: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 from ludus.proto.config import load_run_config
 from ludus.proto.runs import Resume
 from ludus.trainer.driver.checks import check_start
-from ludus.trainer.rollout.rewards.scoring import check_columns
+from ludus.trainer.rollout.rewards.arguments import check_columns
 from prompts_env import rules
 
 ROOT = Path(__file__).parents[2]

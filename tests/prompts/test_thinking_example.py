@@ -13,7 +13,7 @@ import pytest
 from ludus.env.targets.targets import environment_factory
 from ludus.proto.config import LocalEnvironment, load_run_config
 from ludus.proto.seeds import FIRST_EVAL_SEED
-from ludus.trainer.rollout.rewards.scoring import check_columns
+from ludus.trainer.rollout.rewards.arguments import check_columns
 from ludus.trainer.sft.examples import read_examples
 from prompts_env import rules
 

@@ -70,7 +70,10 @@ def load_algorithm(*overrides: str) -> LanguageModelRun:
         (["kind=ppo", "value_coef=0"], ["algorithm.value_coef", "greater than 0"]),
         (["kind=ppo", "baseline=mean"], ["algorithm.baseline", "unknown key"]),
         (["kind=reinforce", "baseline=leave_one_out"], ["algorithm.baseline", "'leave_one_out'"]),
-        (["kind=reinforce", "lam=0.9"], ["algorithm.lam", "unknown key", "gamma"]),
+        (
+            ["kind=reinforce", "lam=0.9"],
+            ["algorithm.lam", "unknown key", "set algorithm.kind = 'ppo'"],
+        ),
         (["kind=dqn"], ["algorithm.kind", "'grpo', 'reinforce', 'ppo'", "'dqn'"]),
     ],
 )

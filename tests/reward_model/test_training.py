@@ -266,7 +266,7 @@ def test_overwrite_is_required_and_replaces_only_reward_model_folders(
         train_reward_model(config, overwrite=True)
     config = make_config(model_path, preferences_path, tmp_path / "rm", epochs=1)
     train_reward_model(config)
-    with pytest.raises(ConfigError, match="--overwrite"):
+    with pytest.raises(ConfigError, match="overwrite=True"):
         train_reward_model(config)
     train_reward_model(config, overwrite=True)
 

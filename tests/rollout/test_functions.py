@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,6 +50,49 @@ def test_importable_function_is_named_by_import_path() -> None:
     assert get_or_register_path(json.dumps) == "json:dumps"
     assert import_callable("json:dumps", "environment.rewards") is json.dumps
     assert copy_registered_functions() == {}
+
+
+@pytest.mark.parametrize(
+    ("code", "path", "message"),
+    [
+        (
+            "def score(): ...",
+            "my_rules:scroe",
+            r"'my_rules' has no callable 'scroe'; did you mean 'sc",
+        ),
+        ("def score(): ...", "my_rules:x", r"has no callable 'x'; see '.*my_rules\.py'"),
+        (
+            "",
+            "my_ruls:score",
+            r"no module 'my_ruls' in the working folder '.*'.*; did you mean 'my_rules'",
+        ),
+        (
+            "",
+            "no_module_x.y:f",
+            r"no module 'no_module_x' in .*start in the folder that contains it",
+        ),
+        (
+            "def score()",
+            "my_rules:score",
+            r"SyntaxError: expected ':' \('.*my_rules\.py', line 1\)",
+        ),
+        (
+            "\nx = y",
+            "my_rules:score",
+            r"NameError: .*'y' is not defined \('.*my_rules\.py', line 2\)",
+        ),
+        ("import no_module_y", "my_rules:score", r"cannot import 'my_rules': .*'no_module_y'"),
+    ],
+)
+def test_function_that_cannot_be_imported_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, path: str, message: str
+) -> None:
+    (tmp_path / "my_rules.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_rules", raising=False)
+    with pytest.raises(ConfigError, match=rf"^environment\.rewards = '{path}': .*{message}"):
+        import_callable(path, "environment.rewards")
 
 
 def test_local_function_gets_a_unique_stable_name() -> None:

@@ -11,7 +11,7 @@ from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import Resume
 from ludus.trainer.driver.checks import check_server_columns, check_start
-from ludus.trainer.rollout.rewards.scoring import check_columns
+from ludus.trainer.rollout.rewards.arguments import check_columns
 from ludus.trainer.setup.environments import start_local_servers
 from prompts_env import write_rows
 
@@ -19,6 +19,11 @@ from prompts_env import write_rows
 def require_solution(completions, solution):
     """Return zero rewards; require the column `solution`."""
     return [0.0 for _ in completions]
+
+
+def require_completion(completion):
+    """Return no rewards; require an argument whose name has no plural."""
+    return []
 
 
 def accept_columns(completions, level=1, **columns):
@@ -55,6 +60,8 @@ def test_missing_column_is_reported_with_available_columns() -> None:
     )
     with pytest.raises(ConfigError, match="did you mean 'solutions'"):
         check_columns([make_function_path("require_solution")], ["solutions"], "environment")
+    with pytest.raises(ConfigError, match="did you mean 'completions'"):
+        check_columns([make_function_path("require_completion")], columns, "environment")
 
 
 def test_arguments_with_defaults_and_keyword_arguments_need_no_column() -> None:

@@ -162,7 +162,9 @@ def test_missing_or_unsuitable_reward_model_is_rejected_early(
         check_reward_models(make_run_config(config))
 
     check_run(path)
-    with pytest.raises(NotFoundError, match=r"rewards\.path = './nowhere': there is no model"):
+    with pytest.raises(
+        NotFoundError, match=r"rewards\.path = './nowhere': there is no such folder"
+    ):
         check_run("./nowhere")
     with pytest.raises(ConfigError, match="num_labels = 1, got LlamaForCausalLM"):
         check_run(policy_path)
@@ -185,7 +187,7 @@ def test_critic_that_is_missing_or_has_another_vocabulary_is_rejected(
     check_run(path)
     check_run(policy_path)
     with pytest.raises(
-        NotFoundError, match=r"algorithm\.critic\.path = './nowhere': there is no model"
+        NotFoundError, match=r"algorithm\.critic\.path = './nowhere': there is no such folder"
     ):
         check_run("./nowhere")
     other_model = AutoModelForSequenceClassification.from_pretrained(policy_path, num_labels=1)

@@ -24,7 +24,7 @@ from tests.sft.in_process import make_run
         (1, {}, "validation.size = 0.25 holds out .* has only one"),
         (4, {"data": {"max_tokens": 100_000}}, "more than the 512 positions of model.path"),
         (4, {"data": {"max_tokens": 4}}, "4 of 4 conversations are longer than data.max_tokens"),
-        (4, {"model": {"path": "./nowhere"}}, "model.path = './nowhere': there is no model"),
+        (4, {"model": {"path": "./nowhere"}}, "model.path = './nowhere': there is no such folder"),
         (4, {"validation": {"path": "no.csv"}}, "validation.path = 'no.csv' does not exist"),
         (4, {"model": {"lora": {"targets": ["x"]}}}, "model.lora.targets"),
         (4, {"learner": {"num_gpus_per_rank": 64}}, "the run needs 1 learner rank with 64 GPU;"),

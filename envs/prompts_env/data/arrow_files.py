@@ -58,7 +58,7 @@ def open_arrow(path: Path, split: str | None, check: RowCheck) -> ArrowRows:
     except ImportError:
         raise ConfigError(
             f"path = '{path}': Parquet files and saved data sets need pyarrow, which is not "
-            "installed; pip install 'prompts-env[arrow]', or write the rows as .jsonl"
+            "installed; pip install pyarrow, or write the rows as .jsonl"
         ) from None
     try:
         table = (

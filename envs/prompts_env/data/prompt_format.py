@@ -56,15 +56,15 @@ class PromptFormat:
             )
         return tuple(dict.fromkeys(names))
 
-    def check_columns(self, columns: tuple[str, ...]) -> None:
-        """Refuse a data set without one of the shown columns.
+    def check_first_row(self, row: Mapping[str, Any]) -> None:
+        """Refuse a first row without one of the shown columns.
 
         Raises:
-            ConfigError: A column is missing; the message lists the columns of the data set.
+            ConfigError: A column is missing; the message lists the columns of the row.
         """
         option = "prompt" if self.template is None else "template"
         for name in self.shown_columns:
-            require_column(option, name, columns)
+            require_column(option, name, tuple(row), "the first row")
 
     def make_messages(self, row: Mapping[str, Any]) -> list[Message]:
         """Return the prompt of a row.
@@ -88,17 +88,24 @@ class PromptFormat:
         return template.format_map(row)
 
 
-def require_column(option: str, name: str, columns: tuple[str, ...]) -> None:
+def require_column(
+    option: str, name: str, columns: tuple[str, ...], owner: str = "the data set"
+) -> None:
     """Refuse an option that names a missing column.
 
+    Args:
+        owner: What has the columns, for the message.
+
     Raises:
-        ConfigError: The column is missing; the message lists the columns of the data set.
+        ConfigError: The column is missing; the message lists the columns.
     """
     if name in columns:
         return
     hint = did_you_mean(name, columns) or f"set {option} to one of them"
+    if len(columns) == 1 and any(separator in columns[0] for separator in ";\t|"):
+        hint = "columns of a CSV file must be separated by commas"
     raise ConfigError(
-        f"{option} names the column '{name}', but the data set has {', '.join(columns)}; {hint}"
+        f"{option} names the column '{name}', but {owner} has {', '.join(columns)}; {hint}"
     )
 
 

@@ -7,7 +7,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from ludus.env.types import JsonObject
-from ludus.proto.paths import parse_path
+from ludus.proto.errors import ConfigError
+from ludus.proto.paths import describe_place, parse_path, suggest_path
 
 from ..options import PromptsOptions
 from .files import open_rows
@@ -33,6 +34,10 @@ def open_tasks(options: PromptsOptions, prompt_format: PromptFormat) -> RowTasks
 
 def _open_shared_rows(path: str, split: str | None, prompt_format: PromptFormat) -> Rows:
     absolute_path = parse_path(path).absolute()
+    if not absolute_path.exists():
+        raise ConfigError(
+            f"path = '{path}' does not exist{describe_place(path)}; {suggest_path(path)}"
+        )
     return _open_file_version(
         absolute_path, split, prompt_format, _read_file_version(absolute_path)
     )
@@ -44,7 +49,13 @@ def _open_file_version(
 ) -> Rows:
     """Return the rows at `path`. The cache has one entry per version of the file."""
 
+    is_first = True
+
     def check_row(row: JsonObject) -> None:
+        nonlocal is_first
+        if is_first:
+            prompt_format.check_first_row(row)
+            is_first = False
         prompt_format.make_messages(row)
 
     return open_rows(path, split, check_row)

@@ -49,7 +49,6 @@ class PromptsEnvironment(Environment[PromptsAction, PromptsObservation, PromptsS
         )
         self._tasks: RowTasks = open_tasks(self._options, self._prompt_format)
         columns = self._tasks.rows.columns
-        self._prompt_format.check_columns(columns)
         if self._options.answer is not None:
             require_column("answer", self._options.answer, columns)
         if isinstance(self._options.example_answers, str):

@@ -92,7 +92,12 @@ def parse_toml(text: str) -> dict[str, Any]:
     """
     if _LONG_TOML_KEY.search(text):
         raise _make_depth_error()
-    tree: dict[str, Any] = _parse(tomllib.loads, text, tomllib.TOMLDecodeError)
+    try:
+        tree: dict[str, Any] = _parse(tomllib.loads, text, tomllib.TOMLDecodeError)
+    except DocumentError as error:
+        if str(error).startswith("Invalid value"):
+            raise DocumentError(f"{error}; text must be in quotes") from error
+        raise
     check_limits(tree)
     return tree
 

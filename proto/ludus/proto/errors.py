@@ -46,6 +46,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import traceback
 from collections.abc import Iterable
 from enum import StrEnum
 from typing import ClassVar, TypeGuard
@@ -386,6 +387,15 @@ def _make_sendable(message: str) -> str:
     if len(message) > MAX_ERROR_CHARS:
         message = f"{message[:MAX_ERROR_CHARS]}..."
     return message if message.isascii() else message.encode(errors="backslashreplace").decode()
+
+
+def describe_code_error(error: BaseException) -> str:
+    """Return the type, the message and the line of an error that a user's code raised."""
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg} ('{error.filename}', line {error.lineno})"
+    text = f"{type(error).__name__}: {read_error_message(error)}"
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{text} ('{frames[-1].filename}', line {frames[-1].lineno})" if frames else text
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:

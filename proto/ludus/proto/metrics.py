@@ -160,7 +160,7 @@ class TrainMetric(_Metric):
     NUM_GROUPS = auto(), _make_count("Groups that were played.")
     NUM_ZERO_VARIANCE_GROUPS = "num_groups_dead", _make_count("Groups whose rewards are all equal.")
     NUM_GROUPS_REPLACED = auto(), _make_count("Zero-variance groups that were replaced.")
-    NUM_GROUPS_KEPT = auto(), _make_count("Zero-variance groups that were kept at the limit.")
+    NUM_GROUPS_KEPT = auto(), _make_count("Zero-variance groups kept at max_group_batches.")
     NUM_GROUPS_VOID = auto(), _make_count("Groups with fewer than two episodes with a reward.")
     NUM_GROUPS_STALE = auto(), _make_count("Groups that were dropped because of their staleness.")
     NUM_GROUPS_ROLLED_BACK = auto(), _make_count("Groups that were lost when the learner died.")
@@ -193,12 +193,10 @@ class TrainMetric(_Metric):
             Reduction.LAST, "nats", "Loss per trained token of the held-out conversations (SFT)."
         ),
     )
-    VALUE_LOSS = auto(), _make_token_mean("", "Loss of the value head.")
+    VALUE_LOSS = auto(), _make_token_mean("", "Loss of the critic.")
     EXPLAINED_VARIANCE = (
         auto(),
-        _make_token_mean(
-            "share", "Share of the variance of the returns that the value head explains."
-        ),
+        _make_token_mean("share", "Share of the variance of the returns that the critic explains."),
     )
     MISMATCH_KL = auto(), _make_token_mean("nats", "KL divergence between sampler and learner.")
     REFERENCE_KL = auto(), _make_token_mean("nats", "KL divergence from the reference model.")
@@ -244,7 +242,7 @@ class TrainMetric(_Metric):
         auto(),
         MetricSpec(Reduction.LAST, "groups", "Groups in the buffer after the batch was taken."),
     )
-    STEP_S = auto(), _make_duration("Time from the end of a step to the end of the next step.")
+    STEP_S = auto(), _make_duration("Duration of a step, without evaluations and checkpoints.")
     WAIT_FOR_BATCH_S = auto(), _make_duration("Time that the learner waited for a batch.")
     TRAIN_S = auto(), _make_duration("Time of the forward and backward passes and the optimizer.")
     ROLLOUT_IDLE_S = (

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
+from ludus.proto.errors import did_you_mean
+
 
 def parse_path(text: str | os.PathLike[str]) -> Path:
     """Return a path whose leading `~` is replaced by the home directory.
@@ -26,3 +28,24 @@ def expand_home(value: Any) -> Any:
 
 PathText = Annotated[str, AfterValidator(os.path.expanduser)]
 """Path as text, with a leading `~` for the home directory."""
+
+
+def describe_place(path: str | os.PathLike[str]) -> str:
+    """Return a clause with the folder at which a relative path starts; "" for other paths."""
+    if parse_path(path).is_absolute():
+        return ""
+    try:
+        return f" in the working folder '{Path.cwd()}'"
+    except FileNotFoundError:
+        return " in the working folder, which was removed"
+
+
+def suggest_path(path: str | os.PathLike[str]) -> str:
+    """Return a remedy for a path that does not exist: a similar name, or the right folder."""
+    expanded_path = parse_path(path)
+    folder = expanded_path.parent
+    names = os.listdir(folder) if folder.is_dir() else []
+    hint = did_you_mean(expanded_path.name, names)
+    if hint or expanded_path.is_absolute():
+        return hint or "correct the path"
+    return "correct the path, or run the command in the folder at which it starts"

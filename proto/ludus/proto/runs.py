@@ -245,8 +245,8 @@ class EvalReport(_Record):
     gap_closed_ci95: tuple[float, float] | None
     """Interval of the paired differences on these seeds."""
     num_games_requested: int | None = None
-    """Number of games that were asked for, if fewer were played: at temperature 0 the games of
-    a task are equal, so each task is played once. null if all were played."""
+    """Number of games that were asked for, if fewer were played because of the number of tasks
+    (`eval.max_games_per_task`). null if all were played."""
 
 
 class Evaluation(_Record):

@@ -80,10 +80,10 @@ def describe_games(report: EvalReport, start: PolicyResult | None = None) -> Ite
     num_played = policy.num_games + policy.num_void
     if report.num_games_requested is not None:
         yield (
-            f"{num_played:,} of {report.num_games_requested:,} episodes were played, one for each "
-            "task: at temperature 0, further episodes would be the same"
+            f"{num_played:,} of {report.num_games_requested:,} episodes were played, "
+            f"{_explain_limit(report.temperature, num_played, policy.num_tasks)}"
         )
-    elif policy.num_tasks is not None and policy.num_tasks < policy.num_games:
+    if policy.num_tasks is not None and policy.num_tasks < policy.num_games:
         yield (
             f"{policy.num_games:,} episodes of {policy.num_tasks:,} tasks; the intervals are over "
             "tasks"
@@ -94,6 +94,12 @@ def describe_games(report: EvalReport, start: PolicyResult | None = None) -> Ite
             "some episodes are void and not counted, because they were lost or failed several "
             f"times; see {LOG_FILE}"
         )
+
+
+def _explain_limit(temperature: float, num_played: int, num_tasks: int | None) -> str:
+    if temperature == 0 and num_played == num_tasks:
+        return "one for each task: at temperature 0, further episodes would be the same"
+    return "the most for this number of tasks (eval.max_games_per_task)"
 
 
 def list_model_results(evaluation: ModelEvaluation) -> list[NamedResult]:
@@ -121,7 +127,7 @@ def describe_models(evaluation: ModelEvaluation) -> Iterator[str]:
     if evaluation.num_episodes < evaluation.num_episodes_requested:
         yield (
             f"{evaluation.num_episodes:,} of {evaluation.num_episodes_requested:,} episodes were "
-            "played, one for each task: at temperature 0, further episodes would be the same"
+            f"played, {_explain_limit(evaluation.temperature, 1, 1)}"
         )
     for name, model in evaluation.models.items():
         yield from (f"{name}: {note}" for note in _describe_model(model, evaluation))

@@ -25,6 +25,7 @@ from ludus.proto.config import (
 from ludus.proto.errors import LudusError, UserError
 from ludus.proto.paths import parse_path
 from ludus.proto.runs import CHECKPOINTS_FOLDER, Evaluation, Resume
+from ludus.trainer.core.option_names import use_option_names
 from ludus.trainer.core.output import describe_write_error, write_atomically
 from ludus.trainer.core.stopping import RunStopped
 
@@ -53,7 +54,8 @@ def run_command(command: Callable[[argparse.Namespace], None], args: argparse.Na
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
-        command(args)
+        with use_option_names(resume="--resume", overwrite="--overwrite"):
+            command(args)
         return 0
     except RunStopped as stopped:
         sys.stderr.write(f"{stopped}\n")
@@ -69,21 +71,35 @@ def run_command(command: Callable[[argparse.Namespace], None], args: argparse.Na
 
 
 def _train_or_check(args: argparse.Namespace) -> None:
-    run = load_any_run_config(args.config, args.set)
+    run, resume = load_any_run_config(args.config, args.set), Resume(args.resume)
+    _check_quickly(run, resume, makes_environments=args.command == "check")
     command = getattr(_import_commands(run), args.command)
-    command(run, resume=Resume(args.resume), overwrite=args.overwrite)
+    command(run, resume=resume, overwrite=args.overwrite)
+
+
+def _check_quickly(run: AnyRunConfig, resume: Resume, *, makes_environments: bool) -> None:
+    """Check what needs no torch, before its import takes seconds."""
+    with pause_collection(), _exit_on_interrupt():
+        from ludus.trainer.setup.quick_checks import check_environments, check_names
+
+        check_names(run, resume)
+    if makes_environments:
+        check_environments(run)
 
 
 def _evaluate(args: argparse.Namespace) -> None:
     from ludus.trainer.run.checkpoint import find_checkpoint
 
-    run = load_run_config(args.config, args.set)
+    options = {"num_games": args.games, "temperature": args.temperature}
+    changes = [f"eval.{name}={value}" for name, value in options.items() if value is not None]
+    run = load_run_config(args.config, [*args.set, *changes])
+    if args.games is not None and isinstance(run, LanguageModelRun):
+        # The user asks for this number of episodes, whatever the number of tasks.
+        unlimited_eval = run.eval.model_copy(update={"max_games_per_task": None})
+        run = run.model_copy(update={"eval": unlimited_eval})
     if args.run_dir is not None:
         run_location = {"name": args.run_dir.name, "output_dir": str(args.run_dir.parent)}
         run = run.model_copy(update=run_location)
-    overrides = {"num_games": args.games, "temperature": args.temperature}
-    eval_changes = {name: value for name, value in overrides.items() if value is not None}
-    run = run.model_copy(update={"eval": run.eval.model_copy(update=eval_changes)})
     checkpoint = find_checkpoint(args.checkpoint, run.folder / CHECKPOINTS_FOLDER)
     evaluation: Evaluation = _import_commands(run).evaluate(run, checkpoint)
     evaluation_json = evaluation.model_dump_json(indent=2)
@@ -125,6 +141,14 @@ def _export(args: argparse.Namespace) -> None:
     with pause_collection(), _exit_on_interrupt():
         from ludus.trainer.setup.export import export_model
     export_model(args.run, args.checkpoint, args.dtype, args.folder)
+
+
+def _chat(args: argparse.Namespace) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with pause_collection(), _exit_on_interrupt():
+        from ludus.trainer.driver.chat import ChatSettings, chat
+    settings = ChatSettings(args.system, args.temperature, args.max_completion_tokens, args.seed)
+    chat(args.model, settings, enable_thinking=args.thinking)
 
 
 def _import_commands(run: AnyRunConfig) -> ModuleType:
@@ -200,6 +224,14 @@ def _make_parser() -> argparse.ArgumentParser:
     export.add_argument("--dtype", help="default: that of the original model")
     export.add_argument("--folder", type=parse_path, required=True, help="output folder")
     export.set_defaults(function=_export)
+    chat = commands.add_parser("chat", help="talk to a model on the terminal")
+    chat.add_argument("--model", required=True, help="folder or Hugging Face id")
+    chat.add_argument("--system", help="system message")
+    chat.add_argument("--temperature", type=float, default=1.0, help="sampling temperature")
+    chat.add_argument("--max-completion-tokens", type=int, default=512)
+    chat.add_argument("--seed", type=int, help="default: random")
+    chat.add_argument("--thinking", action="store_true", help="let the model think")
+    chat.set_defaults(function=_chat)
     return parser
 
 

@@ -6,7 +6,7 @@ import ipaddress
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
 from ludus.proto.config.agent import AgentConfig
 from ludus.proto.config.section import (
@@ -25,7 +25,7 @@ RANDOM_POLICY = "random"
 
 
 class RewardTerm(Section):
-    """A term of an episode's reward: the return of the environment, or a function."""
+    """A term of an episode's reward: the return of the environment, or a function (or its name)."""
 
     kind: Literal["function"] = "function"
     function: ImportPath | None = None
@@ -61,8 +61,16 @@ class RewardModelTerm(Section):
     """Maximum number of padded tokens in a batch."""
 
 
+def _read_function_name(term: Any) -> Any:
+    """Return the term of a reward function that is given by its name alone."""
+    return {"function": term} if isinstance(term, str) else term
+
+
 RewardTermConfig = Annotated[
-    RewardTerm | RewardModelTerm, Field(discriminator="kind"), assume_kind("function")
+    RewardTerm | RewardModelTerm,
+    Field(discriminator="kind"),
+    assume_kind("function"),
+    BeforeValidator(_read_function_name),
 ]
 
 

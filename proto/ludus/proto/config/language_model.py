@@ -73,6 +73,10 @@ class EvalConfig(EvalSection):
     num_games_during: NonNegativeInt = 2_000
     """Number of episodes in each evaluation before and during training; 0 turns these
     evaluations off."""
+    max_games_per_task: PositiveInt | None = 4
+    """Maximum number of episodes per held-back task, in environments with a data set. An
+    evaluation of 50 held-back rows has therefore at most 200 episodes. At temperature 0, one
+    episode per task is played, because further ones would be the same. null sets no limit."""
     temperature: NonNegativeFloat = 1.0
     """Sampling temperature. 0 always takes the most probable token; 1 plays the policy as it is
     trained. The other sampling settings are those of section rollout."""

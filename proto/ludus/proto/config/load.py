@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import ValidationError
 
 from ludus.proto.config.language_model import LanguageModelRun
+from ludus.proto.config.mistakes import explain_mistake
 from ludus.proto.config.presets import apply_preset
 from ludus.proto.config.reward_model import RewardModelRun
 from ludus.proto.config.run import ANY_RUN, AnyRunConfig, RunConfig, require_policy
 from ludus.proto.config.sft import SftRun
 from ludus.proto.documents import MAX_DEPTH, DocumentError, check_limits, read_document
-from ludus.proto.errors import ConfigError, NotFoundError, did_you_mean
-from ludus.proto.paths import parse_path
+from ludus.proto.errors import ConfigError, NotFoundError
+from ludus.proto.paths import describe_place, parse_path, suggest_path
 from ludus.proto.values import parse_value
 
 JsonObject = dict[str, Any]
 
 _MAX_MISTAKES = 50
 """Maximum number of mistakes in an error message."""
-_MAX_SHOWN_CHARS = 200
-"""Maximum length of a value or key in an error message."""
 
 
 def load_any_run_config(path: Path | None, overrides: Sequence[str] = ()) -> AnyRunConfig:
@@ -111,12 +109,13 @@ def _make_run(tree: JsonObject, overrides: Sequence[str], source: str) -> AnyRun
         return ANY_RUN.validate_python(tree)
     except ValidationError as error:
         mistakes = error.errors(include_url=False)
-        lines = [_explain_mistake(mistake) for mistake in mistakes[:_MAX_MISTAKES]]
+        lines = [explain_mistake(mistake) for mistake in mistakes[:_MAX_MISTAKES]]
         if len(mistakes) > _MAX_MISTAKES:
             lines.append(f"  ... and {len(mistakes) - _MAX_MISTAKES:,} more mistakes")
         if "environment" in tree:
             # The user did not write the default name of a single environment.
-            lines = [re.sub(r"^  environments\.[^.:]+", "  environment", line) for line in lines]
+            name = r"^  environments(\.[^.:]+)?"
+            lines = [re.sub(name, "  environment", line) for line in lines]
         raise ConfigError(f"{source} is not a valid run:\n" + "\n".join(lines)) from None
 
 
@@ -164,8 +163,8 @@ def _read_file(path: Path) -> JsonObject:
         tree = read_document(path)
     except FileNotFoundError:
         raise NotFoundError(
-            f"configuration '{path}' does not exist; the folder examples/ has configurations, "
-            "for example examples/blackjack/tiny.toml"
+            f"configuration '{path}' does not exist{describe_place(path)}; {suggest_path(path)} "
+            "(the folder examples/ has configurations, for example examples/blackjack/tiny.toml)"
         ) from None
     except OSError as error:
         raise ConfigError(f"cannot read '{path}': {error}") from None
@@ -181,79 +180,9 @@ def _read_file(path: Path) -> JsonObject:
     return tree
 
 
-def _explain_mistake(mistake: ErrorDetails) -> str:
-    """Describe one mistake in a line of the error message."""
-    location = [str(key)[:_MAX_SHOWN_CHARS] for key in mistake["loc"]]
-    path, sections = _name_field(location, list(find_sections(AnyRunConfig)))
-    value = mistake["input"]
-    match mistake["type"]:
-        case "extra_forbidden":
-            return f"  {path}: unknown key{_suggest_key(location[-1], sections)}"
-        case "missing":
-            return f"  {path}: required, but not set"
-        case "value_error":
-            prefix = f"{path}: " if path else ""
-            return f"  {prefix}{mistake['msg'].removeprefix('Value error, ')}"
-        case "union_tag_invalid":
-            expected = (mistake.get("ctx") or {}).get("expected_tags", "")
-            field = f"{path}.kind" if path else "kind"
-            return f"  {field}: expected one of {expected}, got {_shorten(value.get('kind'))}"
-        case _:
-            return (
-                f"  {path}: {mistake['msg'][0].lower()}{mistake['msg'][1:]}, got {_shorten(value)}"
-            )
-
-
-def _shorten(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."
-
-
-def _name_field(
-    location: Sequence[str], sections: list[type[BaseModel]]
-) -> tuple[str, list[type[BaseModel]]]:
-    """Return a field's name as users write it, and the sections that may contain the field.
-
-    pydantic adds the kind of each variant to the location. Users do not write the kind there.
-    """
-    names: list[str] = []
-    for depth, key in enumerate(location):
-        variants = [section for section in sections if _get_default_kind(section) == key]
-        if variants and not any(key in section.model_fields for section in sections):
-            sections = variants
-            continue
-        names.append(key)
-        if not any(key in section.model_fields for section in sections):
-            continue  # a key or an index in a field with several sections
-        if depth < len(location) - 1:
-            fields = [
-                section.model_fields[key] for section in sections if key in section.model_fields
-            ]
-            sections = [model for field in fields for model in find_sections(field.annotation)]
-    return ".".join(names), sections
-
-
 def _find_initial_kind(path: Sequence[str]) -> str | None:
     """Return the kind that a section has in a run with default settings."""
     section: Any = LanguageModelRun()
     for key in path:
         section = getattr(section, key, None)
     return getattr(section, "kind", None)
-
-
-def _suggest_key(key: str, sections: Sequence[type[BaseModel]]) -> str:
-    names = sorted({name for section in sections for name in section.model_fields})
-    return f"; {did_you_mean(key, names) or 'known keys: ' + ', '.join(names)}"
-
-
-def find_sections(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yield the configuration sections that a field of this type may contain."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for argument in get_args(annotation):
-        yield from find_sections(argument)
-
-
-def _get_default_kind(section: type[BaseModel]) -> str | None:
-    field = section.model_fields.get("kind")
-    return None if field is None else str(field.default)

@@ -33,6 +33,9 @@ ANY_RUN: TypeAdapter[LanguageModelRun | NetworkRun | RewardModelRun | SftRun] = 
 )
 """Validator of any run configuration."""
 
+RUN_KINDS = ("language_model", "network", "reward_model", "sft")
+"""Values of the field `kind`."""
+
 _COMMANDS = {"reward_model": "train-reward", "sft": "sft"}
 """Commands that train other models than a policy, by kind of run."""
 

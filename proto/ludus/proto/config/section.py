@@ -30,12 +30,12 @@ class Section(BaseModel):
     _expand_home = field_validator("*")(expand_home)
 
 
-ImportPath = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
+IMPORT_PATTERN = r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"
+ROLLOUT_PATTERN = r"^([A-Za-z_]\w*:)?[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"
+ImportPath = Annotated[str, StringConstraints(pattern=IMPORT_PATTERN)]
 """Name of a Python object: "module:attribute"."""
 
-RolloutPath = Annotated[
-    str, StringConstraints(pattern=r"^([A-Za-z_]\w*:)?[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
-]
+RolloutPath = Annotated[str, StringConstraints(pattern=ROLLOUT_PATTERN)]
 """Name of a rollout function: "module:attribute", or "RUNNER:module:attribute"."""
 
 PositiveInt = Annotated[int, Field(ge=1)]

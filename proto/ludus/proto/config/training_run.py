@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import StringConstraints, field_validator, model_validator
+from pydantic import BeforeValidator, StringConstraints, field_validator, model_validator
 
 from ludus.proto.config.environment import make_environment_name
 from ludus.proto.config.section import (
@@ -98,7 +98,7 @@ class EvalSection(Section):
 
 
 class PrometheusSink(Section):
-    """Metrics for Prometheus, served by the run's driver."""
+    """Metrics for Prometheus, served by the run's driver. `true` takes the defaults."""
 
     port: Port = 0
     """Port of /metrics. 0 takes a free port, which trainer.log reports."""
@@ -108,7 +108,7 @@ class PrometheusSink(Section):
 
 
 class WandbSink(Section):
-    """Metrics for Weights & Biases; the key comes from WANDB_API_KEY."""
+    """Metrics for Weights & Biases; the key comes from WANDB_API_KEY. `true` takes the defaults."""
 
     project: str = "ludus"
     """Project of the run."""
@@ -119,15 +119,23 @@ class WandbSink(Section):
     `wandb sync`."""
 
 
+def _read_switch(section: Any) -> Any:
+    """Return the default section for true, and no section for false."""
+    return ({} if section else None) if isinstance(section, bool) else section
+
+
+_SWITCH = BeforeValidator(_read_switch)
+
+
 class MetricsConfig(Section):
     """Metric sinks in addition to metrics.jsonl, and the number of recorded transcripts."""
 
     transcripts_per_step: NonNegativeInt = 4
     """Number of episodes per training step that are written to transcripts.jsonl."""
-    prometheus: PrometheusSink | None = None
+    prometheus: Annotated[PrometheusSink | None, _SWITCH] = None
     tensorboard: bool = False
     """Write TensorBoard event files to the run folder."""
-    wandb: WandbSink | None = None
+    wandb: Annotated[WandbSink | None, _SWITCH] = None
 
 
 class TrainingRun(Section):

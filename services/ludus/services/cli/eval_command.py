@@ -44,7 +44,8 @@ NumEpisodes = Annotated[
 TemperatureOption = Annotated[
     float | None,
     typer.Option(
-        help="Sampling temperature; 0 selects the most likely token.",
+        help="Sampling temperature; 0 selects the most likely token or action. A network allows "
+        "only 0 and 1.",
         show_default="eval.temperature; 1 for models",
     ),
 ]

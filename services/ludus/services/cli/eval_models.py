@@ -184,6 +184,7 @@ def _make_run(options: ModelOptions) -> LanguageModelRun:
         "training": {"idle_timeout_s": _NO_TIMEOUT_S},
         "eval": {
             "num_games": options.num_episodes,
+            "max_games_per_task": None,
             "temperature": options.temperature,
             "seed": FIRST_EVAL_SEED + options.seed * MAX_EPISODES,
             "timeout_s": _NO_TIMEOUT_S,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -64,8 +64,8 @@ class RunProgress:
         """Reason why a run on a cluster is waiting; empty while it makes progress."""
         self._void_counts: dict[int, dict[str, int]] = {}
         """Numbers of void episodes, by step: a restarted learner reports some steps again."""
-        self._eval_values: dict[str, dict[str, float]] = {}
-        """Values of the latest evaluation of each environment."""
+        self._eval_rows: dict[str, MetricsRow] = {}
+        """The latest evaluation of each environment."""
         self._validation_loss: float | None = None
         self._num_open_environments = 0
         """Number of environments that the curriculum has opened; 0 if there is no curriculum."""
@@ -85,7 +85,7 @@ class RunProgress:
                     self.step, self.phase = row.step, row.phase
                     self.num_steps = row.num_steps or self.num_steps
                 case "eval":
-                    self._eval_values[row.environment or ""] = row.values
+                    self._eval_rows[row.environment or ""] = row
                 case "train":
                     self._record_step(row)
                 case "event" if TrainMetric.VALIDATION_LOSS in row.values:
@@ -198,12 +198,12 @@ class RunProgress:
     def _list_eval_facts(self) -> dict[str, str | None]:
         """Return the latest evaluation results of each environment as facts."""
         facts: dict[str, str | None] = {}
-        for environment, values in self._eval_values.items():
-            suffix = f" in {environment}" if len(self._eval_values) > 1 else ""
-            facts[f"wins{suffix}"] = _format_wins(values)
-            if not suffix or EvalMetric.WIN_RATE not in values:
-                mean = values.get(EvalMetric.RETURN_MEAN)
-                facts[f"return{suffix}"] = None if mean is None else format_fixed(mean, 3)
+        is_single = len(self._eval_rows) == 1
+        for environment, row in self._eval_rows.items():
+            suffix = "" if is_single else f" in {environment}"
+            facts[f"wins{suffix}"] = _format_wins(row)
+            if is_single or EvalMetric.WIN_RATE not in row.values:
+                facts[f"return{suffix}"] = _format_return(row)
         return facts
 
 
@@ -211,14 +211,21 @@ def _format_loss(loss: float | None) -> str | None:
     return None if loss is None else format_fixed(loss, 4)
 
 
-def _format_wins(values: Mapping[str, float]) -> str | None:
+def _format_return(row: MetricsRow) -> str | None:
+    mean = row.values.get(EvalMetric.RETURN_MEAN)
+    return None if mean is None else f"{format_fixed(mean, 3)} at step {row.step}"
+
+
+def _format_wins(row: MetricsRow) -> str | None:
+    values = row.values
     if EvalMetric.WIN_RATE not in values:
         return None
     wins_text = format_percent(values[EvalMetric.WIN_RATE])
     if EvalMetric.WIN_RATE_CI95_LOW in values and EvalMetric.WIN_RATE_CI95_HIGH in values:
         interval = values[EvalMetric.WIN_RATE_CI95_LOW], values[EvalMetric.WIN_RATE_CI95_HIGH]
         wins_text += f" ({format_percent_interval(interval)})"
-    return wins_text
+    # Other values of the progress are those of the latest training steps.
+    return f"{wins_text} at step {row.step}"
 
 
 # Views of the progress.

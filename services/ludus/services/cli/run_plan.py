@@ -112,6 +112,8 @@ def _describe_evaluation(run: RunConfig) -> Iterator[tuple[str, str]]:
         )
     if len(run.environments) > 1:
         text += ", in each environment"
+    if isinstance(run, LanguageModelRun) and run.eval.max_games_per_task is not None:
+        text += ", fewer if the environment has few tasks"
     yield "evaluation", f"{text} · temperature {evaluation.temperature:g}"
     names = {name for environment in run.environments.values() for name in environment.baselines}
     if names:

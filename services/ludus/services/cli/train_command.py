@@ -13,6 +13,7 @@ from typer.core import TyperCommand
 
 from ludus.env.text.terminal import clean_for_terminal, format_notice
 from ludus.proto.errors import ConfigError, NotFoundError, UserError
+from ludus.proto.paths import describe_place, suggest_path
 from ludus.proto.runs import (
     CHECKPOINTS_FOLDER,
     CONFIG_FILE,
@@ -61,7 +62,12 @@ ResumeOption = Annotated[
     ),
 ]
 OverwriteFlag = Annotated[
-    bool, typer.Option("--overwrite", help="Replace an existing run of the same name.")
+    bool,
+    typer.Option(
+        "--overwrite",
+        help="Replace an existing run of the same name. Without it, only a run that has no "
+        "checkpoint is replaced.",
+    ),
 ]
 
 
@@ -194,6 +200,10 @@ def read_run_config(run_dir: Path) -> RunConfig:
     from ludus.proto.config import load_run_config
 
     config_path = run_dir / CONFIG_FILE
+    if not run_dir.exists():
+        raise NotFoundError(
+            f"there is no run folder '{run_dir}'{describe_place(run_dir)}; {suggest_path(run_dir)}"
+        )
     if not config_path.is_file():
         raise NotFoundError(
             f"'{run_dir}' is not a run folder, because it has no {CONFIG_FILE}; name a folder "
@@ -208,11 +218,11 @@ def _check_environments(config: RunConfig) -> None:
     Raises:
         UserError: a package, game or option does not exist.
     """
-    from ludus.env.targets.targets import environment_factory
+    from ludus.env.targets.targets import check_environment_options
 
     for environment in config.environments.values():
         if environment.kind == "local":
-            environment_factory(environment.package, environment.options)().close()
+            check_environment_options(environment.package, environment.options).close()
 
 
 def advise_next_command(run_dir: Path, command: str = "train") -> str:

@@ -35,6 +35,7 @@ from ludus.trainer.classic.heads import sample_uniform_actions
 from ludus.trainer.classic.policy import NetworkPolicy, make_networks
 from ludus.trainer.classic.rows import compute_step_values, make_transcripts
 from ludus.trainer.core.devices import use_torch_threads
+from ludus.trainer.core.option_names import name_option
 from ludus.trainer.core.stopping import (
     RunStopped,
     StepAbandoned,
@@ -179,7 +180,7 @@ class OpenNetworkRun:
         except CheckpointError as failure:
             _log.warning("no checkpoint can be written: %s", failure)
         if self._storage.checkpoints.list_newest_first():
-            error.add_note(f"continue with --resume from step {self._saved_step}")
+            error.add_note(f"continue with {name_option('resume')} from step {self._saved_step}")
 
     def _save_checkpoint(self) -> None:
         """Write the checkpoint of the last complete step, unless it is written already."""

@@ -13,9 +13,11 @@ import importlib
 import re
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeAlias
 
-from ludus.proto.errors import ConfigError
+from ludus.proto.errors import ConfigError, describe_code_error, did_you_mean
+from ludus.proto.paths import describe_place
 
 Function: TypeAlias = Callable[..., Any]
 
@@ -35,14 +37,16 @@ def import_callable(path: str, field: str) -> Function:
         return _find_registered_function(path, field)
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(
-            f"{field} = '{path}': cannot import '{module_name}' ({error}); install it or correct "
-            "the name"
-        ) from error
+    except Exception as error:  # the user's module
+        problem = _describe_import_error(module_name, error)
+        raise ConfigError(f"{field} = '{path}': {problem}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
-        raise ConfigError(f"{field} = '{path}': '{module_name}' has no callable '{attribute}'")
+        names = [name for name, member in vars(module).items() if callable(member)]
+        hint = did_you_mean(attribute, names) or f"see '{getattr(module, '__file__', module_name)}'"
+        raise ConfigError(
+            f"{field} = '{path}': '{module_name}' has no callable '{attribute}'; {hint}"
+        )
     return function
 
 
@@ -75,6 +79,19 @@ def register_functions(functions: Mapping[str, Function]) -> None:
 def unregister_function(path: str) -> None:
     """Remove a registered function, if there is one at this path."""
     _registered_functions.pop(path, None)
+
+
+def _describe_import_error(module_name: str, error: Exception) -> str:
+    """Return why a module cannot be imported, and the remedy."""
+    missing_name = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing_name is None or not f"{module_name}.".startswith(f"{missing_name}."):
+        return f"cannot import '{module_name}': {describe_code_error(error)}; correct the module"
+    hint = did_you_mean(missing_name, [path.stem for path in Path().glob("*.py")])
+    remedy = "correct the name, install the module, or start in the folder that contains it"
+    return (
+        f"there is no module '{missing_name}'{describe_place(module_name)} or among the installed "
+        f"modules; {hint or remedy}"
+    )
 
 
 def _register_function(function: Function) -> str:

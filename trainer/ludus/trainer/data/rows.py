@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ludus.proto.errors import ConfigError, NotFoundError
+from ludus.proto.paths import describe_place, suggest_path
 
 _ENCODING = "utf-8-sig"
 """UTF-8, with or without a byte-order mark."""
@@ -66,6 +67,12 @@ def read_rows(path: Path, *, split: str = _TRAINING_SPLIT, field: str = "data") 
             raise ConfigError(f"'{file}' cannot be read: {error}; expected UTF-8 text") from error
 
 
+def check_rows_exist(path: Path, *, split: str = _TRAINING_SPLIT, field: str = "data") -> None:
+    """Check that the files of a data set exist; see `read_rows`. A Hugging Face id is accepted."""
+    if not _is_hub_id(path):
+        _list_files(path, split=split, field=field)
+
+
 def _list_files(path: Path, *, split: str = _TRAINING_SPLIT, field: str = "data") -> list[Path]:
     """Return the files of a data set on disk; see `read_rows`.
 
@@ -75,8 +82,9 @@ def _list_files(path: Path, *, split: str = _TRAINING_SPLIT, field: str = "data"
     """
     if not path.exists():
         raise NotFoundError(
-            f"{field} = '{path}' does not exist; give a file ({', '.join(_READERS)}), a folder of "
-            "such files, a folder saved by `datasets`, or a Hugging Face id"
+            f"{field} = '{path}' does not exist{describe_place(path)}; {suggest_path(path)}, or "
+            f"give another file ({', '.join(_READERS)}), a folder of such files, a folder saved by "
+            "`datasets`, or a Hugging Face id"
         )
     if path.is_file():
         if path.suffix not in _READERS:

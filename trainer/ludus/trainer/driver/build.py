@@ -11,7 +11,7 @@ from ludus.env.contract.schema import random_policy
 from ludus.env.evaluation import EpisodeOutcome, FixedPolicy
 from ludus.env.serving.subprocess import LocalServer
 from ludus.env.types import ReturnRange
-from ludus.proto.config import LanguageModelRun
+from ludus.proto.config import EvalConfig, LanguageModelRun
 from ludus.proto.config.environment import RANDOM_POLICY
 from ludus.proto.runs import CONFIG_FILE, INITIAL_MODEL_FOLDER, Phase
 from ludus.trainer.actors.buffer import RemoteBuffer
@@ -23,7 +23,7 @@ from ludus.trainer.actors.weight_store import check_reachable, resolve_location
 from ludus.trainer.actors.workers import RolloutWorkers
 from ludus.trainer.core.tasks import gather_or_cancel
 from ludus.trainer.driver import checks
-from ludus.trainer.driver.evaluation import Evaluator, play_baselines
+from ludus.trainer.driver.evaluation import Evaluator, find_max_games, play_baselines
 from ludus.trainer.driver.loops.components import Components
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.runner import episode_limits
@@ -69,17 +69,17 @@ class Infrastructure:
         environments = self.environments.items()
         return {name: environment.description.return_range for name, environment in environments}
 
-    @property
-    def num_greedy_games(self) -> dict[str, int]:
-        """Number of different evaluation games at temperature 0, for environments with tasks.
-
-        An agent may draw its own random numbers, so its games of one task differ.
-        """
-        return {
-            name: environment.description.tasks.num_eval_tasks
+    def find_max_games(self, config: EvalConfig) -> dict[str, int]:
+        """Return the maximum number of evaluation episodes, for environments with tasks."""
+        max_games = {
+            name: find_max_games(
+                config,
+                environment.description.tasks,
+                has_agent=environment.config.agent is not None,
+            )
             for name, environment in self.environments.items()
-            if environment.description.tasks is not None and environment.config.agent is None
         }
+        return {name: number for name, number in max_games.items() if number is not None}
 
 
 @asynccontextmanager
@@ -151,7 +151,11 @@ async def start_components(
             workers=workers,
             buffer=buffer,
             evaluator=Evaluator(
-                run.eval, run.environments, workers, baselines, infrastructure.num_greedy_games
+                run.eval,
+                run.environments,
+                workers,
+                baselines,
+                infrastructure.find_max_games(run.eval),
             ),
             tokenizer=tokenizer,
             canary=canary,

@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import time
 from collections.abc import Mapping
 from pathlib import Path
-from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 import orjson
 import torch
@@ -23,21 +19,17 @@ from ludus.env.client import AsyncEnvClient
 from ludus.env.encoding import encode_transition
 from ludus.env.environment import AnyEnvironment
 from ludus.env.serving.subprocess import LocalServer
-from ludus.env.targets.targets import environment_factory
-from ludus.env.transports.address import ServerAddress, parse_address
-from ludus.env.types import StepResult, TaskSet, TextView
+from ludus.env.targets.targets import check_environment_options
+from ludus.env.types import StepResult, TextView
 from ludus.proto.config import (
     CommandAgent,
     EnvironmentConfig,
-    FunctionLoss,
-    GrpoConfig,
     LanguageModelRun,
     LearnerConfig,
     LocalEnvironment,
     ModelCritic,
     PpoConfig,
     PretrainedModel,
-    RemoteEnvironment,
     RewardModelTerm,
     RewardTerm,
     RolloutConfig,
@@ -47,36 +39,41 @@ from ludus.proto.config import (
 from ludus.proto.config.environment import make_reward_term_name
 from ludus.proto.errors import ConfigError
 from ludus.proto.paths import parse_path
-from ludus.proto.run_lock import is_in_use
-from ludus.proto.runs import CHAT_TEMPLATE_FILE, METRICS_FILE, Resume
+from ludus.proto.runs import CHAT_TEMPLATE_FILE, Resume
 from ludus.trainer.actors.placement import Roles, place_on_one_machine
 from ludus.trainer.actors.ray_address import check_cluster, is_local
 from ludus.trainer.actors.weight_store import check_reachable, resolve_location
-from ludus.trainer.algorithms.losses import LOSS_FUNCTION_FIELD
-from ludus.trainer.core.functions import import_callable
+from ludus.trainer.core.model_paths import (
+    FINE_TUNED_FOLDER,
+    is_fine_tuned_run,
+    is_folder_path,
+)
 from ludus.trainer.core.output import warn_user
 from ludus.trainer.driver.policy_chart import load_chart_prompts
 from ludus.trainer.learner.actor_critic import check_same_tokens
 from ludus.trainer.models import load
 from ludus.trainer.models.chat import ChatTokenizer, count_chars, is_surely_longer
 from ludus.trainer.rollout.adapters.environment_adapter import RendererError, make_renderer
-from ludus.trainer.rollout.agents.launchers import check_agent
 from ludus.trainer.rollout.engines.vllm_process import is_vllm_installed
 from ludus.trainer.rollout.legal_answers import LegalAnswers, check_answers
-from ludus.trainer.rollout.rewards.scoring import check_columns
 from ludus.trainer.rollout.runner import episode_limits
-from ludus.trainer.run.checkpoint import MODEL_FOLDER, RunState
+from ludus.trainer.run.checkpoint import RunState
 from ludus.trainer.run.lifecycle import find_start, make_run_id
 from ludus.trainer.setup.chat_template import check_chat_template
 from ludus.trainer.setup.environments import ConnectedEnvironment, load_fixed_policies
 from ludus.trainer.setup.first_prompts import MAX_FIRST_SEEDS, fetch_first_opening
 from ludus.trainer.setup.model_files import find_model
+from ludus.trainer.setup.quick_checks import (
+    CRITIC_HINT,
+    REWARD_MODEL_HINT,
+    check_folder,
+    check_functions,
+    check_remote_addresses,
+    check_reward_columns,
+    list_reward_functions,
+)
 
 _log = logging.getLogger(__name__)
-
-CONNECT_TIMEOUT_S = 3.0
-"""Time limit in seconds for a server to accept a connection."""
-_RETRY_INTERVAL_S = 0.2
 
 
 def resolve_config(run: LanguageModelRun) -> LanguageModelRun:
@@ -123,17 +120,10 @@ def resolve_model(model: PretrainedModel) -> PretrainedModel:
     updates = {"chat_template": resolve_path(model.chat_template)}
     folder = parse_path(model.path)
     if is_fine_tuned_run(folder):
-        updates["path"] = str((folder / MODEL_FOLDER).absolute())
-    elif load.is_folder_path(model.path):
+        updates["path"] = str((folder / FINE_TUNED_FOLDER).absolute())
+    elif is_folder_path(model.path):
         updates["path"] = resolve_path(model.path)
     return model.model_copy(update=updates)
-
-
-def is_fine_tuned_run(folder: Path) -> bool:
-    """Return whether a folder is that of a run of `ludus sft` that has written its model."""
-    return (folder / METRICS_FILE).is_file() and (
-        folder / MODEL_FOLDER / load.MODEL_CONFIG_FILE
-    ).is_file()
 
 
 def check_start(run: LanguageModelRun, resume: Resume) -> None:
@@ -156,36 +146,8 @@ def check_importable_names(run: LanguageModelRun) -> None:
 
     Many of these functions are first used after hours of training.
     """
-    for environment in run.environments.values():
-        if environment.rollout_function is not None:
-            import_callable(environment.rollout_function, "environment.rollout")
-        for field in ("render", "parse", "policies", "policy_chart"):
-            path = getattr(environment, field)
-            if path is not None:
-                import_callable(path, f"environment.{field}")
-        for path in list_reward_functions(environment):
-            import_callable(path, "environment.rewards")
-        if environment.agent is not None:
-            check_agent(environment.agent)
-    if isinstance(run.algorithm, GrpoConfig) and run.algorithm.advantages is not None:
-        import_callable(run.algorithm.advantages, "algorithm.advantages")
-    if isinstance(run.algorithm.loss, FunctionLoss):
-        import_callable(run.algorithm.loss.function, LOSS_FUNCTION_FIELD)
+    check_functions(run)
     load_chart_prompts(run)
-
-
-def check_reward_columns(run: LanguageModelRun, name: str, tasks: TaskSet | None) -> None:
-    """Check that an environment's tasks have the columns that its reward functions use."""
-    config = run.environments[name]
-    # Rollout functions and agents may report other columns than the environment.
-    if tasks is not None and config.rollout is None and config.agent is None:
-        check_columns(list_reward_functions(config), tasks.columns, run.environment_section(name))
-
-
-def list_reward_functions(config: EnvironmentConfig) -> list[str]:
-    """Return the paths of an environment's reward functions."""
-    terms = [term for term in config.rewards if isinstance(term, RewardTerm)]
-    return [term.function for term in terms if term.function is not None]
 
 
 def check_local_environments(run: LanguageModelRun) -> None:
@@ -193,7 +155,7 @@ def check_local_environments(run: LanguageModelRun) -> None:
     for name, config in run.environments.items():
         if not isinstance(config, LocalEnvironment):
             continue
-        environment = environment_factory(config.package, config.options)()
+        environment = check_environment_options(config.package, config.options)
         try:
             if config.rollout is None and config.agent is None:
                 _check_first_messages(run, name, config, environment)
@@ -201,24 +163,6 @@ def check_local_environments(run: LanguageModelRun) -> None:
             environment.close()
         check_reward_columns(run, name, environment.tasks)
         load_fixed_policies(run, name, config.options)
-
-
-async def check_remote_addresses(run: LanguageModelRun) -> None:
-    """Check that a server listens at the address of each remote environment.
-
-    This check does not use gRPC, so that it may run before other processes are forked.
-    """
-    connections = []
-    for name, config in run.environments.items():
-        if isinstance(config, RemoteEnvironment):
-            section, address = run.environment_section(name), parse_address(config.address)
-            connections.append(_find_failure(f"{section}.address = '{address}'", address))
-    failures = "; ".join(filter(None, await asyncio.gather(*connections)))
-    if failures:
-        raise ConfigError(
-            f"{failures}; a server must respond within {CONNECT_TIMEOUT_S:g} s: start it, or "
-            "correct the address"
-        )
 
 
 async def check_server_columns(run: LanguageModelRun, servers: Mapping[str, LocalServer]) -> None:
@@ -334,8 +278,7 @@ def check_reward_models(run: LanguageModelRun) -> None:
         field = f"{run.environment_section(name)}.rewards.path"
         terms = [term for term in environment.rewards if isinstance(term, RewardModelTerm)]
         for path in {term.path for term in terms}:
-            hint = "; `ludus train-reward` writes such a folder"
-            load.check_reward_model(find_model(path, field, hint), field)
+            load.check_reward_model(find_model(path, field, REWARD_MODEL_HINT), field)
 
 
 def check_critic(run: LanguageModelRun) -> None:
@@ -346,8 +289,7 @@ def check_critic(run: LanguageModelRun) -> None:
     critic = run.algorithm.critic if isinstance(run.algorithm, PpoConfig) else None
     if not isinstance(critic, ModelCritic) or critic.path is None:
         return
-    hint = "; omit path to start from a copy of the policy"
-    critic_path = find_model(critic.path, "algorithm.critic.path", hint)
+    critic_path = find_model(critic.path, "algorithm.critic.path", CRITIC_HINT)
     if isinstance(run.model, PretrainedModel):
         check_same_tokens(critic_path, run.model.path)
 
@@ -419,38 +361,6 @@ def _render_first_messages(
         return make_renderer(config, name).render_messages(result, is_first=True)
     except RendererError as error:
         raise ConfigError(str(error)) from error
-
-
-def check_folder(folder: Path) -> None:
-    """Check that a run's folder is not in use and can be written."""
-    if is_in_use(folder):
-        raise ConfigError(f"'{folder}' is in use: another process trains there; use another name")
-    existing_path = next(path for path in (folder, *folder.parents) if path.exists())
-    if not (existing_path.is_dir() and os.access(existing_path, os.W_OK | os.X_OK)):
-        raise ConfigError(
-            f"the run's folder '{folder}' cannot be written, because '{existing_path}' is not a "
-            "writable folder; set output_dir to a writable folder"
-        )
-
-
-async def _find_failure(setting: str, address: ServerAddress) -> str | None:
-    """Return why no server accepts connections at an address, or None if a server does."""
-    url_parts = urlsplit(f"//{address.authority}")
-    if url_parts.hostname is None or (getproxies() and not proxy_bypass(url_parts.hostname)):
-        return None  # a proxy may reach servers that this machine cannot reach
-    port = url_parts.port or (443 if address.is_grpc or address.uses_tls else 80)
-    deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
-    while True:
-        try:
-            async with asyncio.timeout(max(_RETRY_INTERVAL_S, deadline_s - time.monotonic())):
-                _, writer = await asyncio.open_connection(url_parts.hostname, port)
-        except OSError as error:
-            if time.monotonic() + _RETRY_INTERVAL_S > deadline_s:
-                return f"{setting}: {error.strerror or 'no response'}"
-            await asyncio.sleep(_RETRY_INTERVAL_S)
-        else:
-            writer.close()
-            return None
 
 
 def _resolve_environment(config: EnvironmentConfig) -> EnvironmentConfig:

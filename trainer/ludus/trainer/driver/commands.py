@@ -95,8 +95,8 @@ async def _evaluate_checkpoint(run: LanguageModelRun, checkpoint: Path) -> Evalu
             play_all_baselines(run, infrastructure.environments),
         )
         try:
-            num_greedy_games = infrastructure.num_greedy_games
-            evaluator = Evaluator(run.eval, run.environments, workers, baselines, num_greedy_games)
+            max_games = infrastructure.find_max_games(run.eval)
+            evaluator = Evaluator(run.eval, run.environments, workers, baselines, max_games)
             return Evaluation(environments=await evaluator.evaluate(run.eval.num_games))
         finally:
             await workers.close()

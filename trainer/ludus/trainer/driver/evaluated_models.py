@@ -19,8 +19,9 @@ import torch
 
 from ludus.proto.config import LanguageModelRun, PretrainedModel, VllmGenerator
 from ludus.proto.errors import ConfigError, NotFoundError, UserError
-from ludus.proto.runs import CHECKPOINTS_FOLDER
+from ludus.proto.runs import CHECKPOINTS_FOLDER, METRICS_FILE
 from ludus.trainer.core.devices import MIN_WIDTH_FOR_THREADS
+from ludus.trainer.core.model_paths import MODEL_CONFIG_FILE, find_gguf, is_folder_path
 from ludus.trainer.core.output import warn_user
 from ludus.trainer.models import load
 from ludus.trainer.models.chat import ChatTokenizer
@@ -32,9 +33,9 @@ from ludus.trainer.rollout.engines.vllm_process import is_vllm_installed
 from ludus.trainer.rollout.group import GroupPlayer
 from ludus.trainer.rollout.rewards.reward_models import RewardModels
 from ludus.trainer.rollout.runner import RunnerComponents, episode_limits
-from ludus.trainer.run.checkpoint import MODEL_FOLDER, find_checkpoint
+from ludus.trainer.run.checkpoint import MODEL_FOLDER, find_checkpoint, list_checkpoints
 from ludus.trainer.setup.environments import ConnectedEnvironment
-from ludus.trainer.setup.model_files import find_gguf, find_weight_problem
+from ludus.trainer.setup.model_files import find_weight_problem
 
 _FIELD = "--model"
 _FOLDER_HINT = "name a folder that save_pretrained wrote, or a Hugging Face id"
@@ -75,8 +76,8 @@ def check_model(run: LanguageModelRun, name: str, *, lowers: bool = False) -> Ev
     Raises:
         UserError: there is no language model, or it cannot be used.
     """
-    path = _find_path(name)
-    with _name_model(name, path):
+    path = find_model_path(name)
+    with name_model(name, path):
         config = load.load_config(path)
         load.load_skeleton(path)
     text_config = config.get_text_config()
@@ -103,7 +104,7 @@ def check_model(run: LanguageModelRun, name: str, *, lowers: bool = False) -> Ev
             ),
         }
     )
-    with _name_model(name, path):
+    with name_model(name, path):
         ChatTokenizer.load(path, run.model)
     width = int(getattr(text_config, "hidden_size", 0) or 0)
     return EvaluatedModel(name, run, num_context_tokens, width)
@@ -126,7 +127,7 @@ async def open_model(
         path = _get_pretrained(model.run).path
         _set_threads(model)
         tokenizer = ChatTokenizer.load(path, model.run.model)
-        with _name_model(model.name, path):
+        with name_model(model.name, path):
             engine = AsyncEngine(make_engine(model.run, path, tokenizer))
         stack.callback(_free_memory)
         stack.callback(engine.close)
@@ -135,7 +136,7 @@ async def open_model(
 
 
 @contextmanager
-def _name_model(name: str, path: str) -> Iterator[None]:
+def name_model(name: str, path: str, field: str = _FIELD) -> Iterator[None]:
     """Replace the path in the errors of a model by the name that the user wrote.
 
     Raises:
@@ -147,40 +148,57 @@ def _name_model(name: str, path: str) -> Iterator[None]:
         reason = str(error).removeprefix(f"model.path = '{path}': ")
         if path == name:
             reason = f"there is no such folder, and as a Hugging Face id: {reason}"
-        raise type(error)(f"{_FIELD} '{name}': {reason}") from error
+        raise type(error)(f"{field} '{name}': {reason}") from error
 
 
-def _find_path(name: str) -> str:
+def find_model_path(name: str, field: str = _FIELD) -> str:
     """Return the path of a model's folder, or the Hugging Face id unchanged.
 
     The folder of a run stands for the model of its latest checkpoint.
+
+    Args:
+        field: name of the model's option, for messages.
+
+    Raises:
+        UserError: there is no such model.
     """
     folder = Path(name).expanduser()
     gguf_file = find_gguf(folder)
     if gguf_file is not None:
         raise ConfigError(
-            f"{_FIELD} '{name}' is a GGUF file, which cannot be evaluated here; convert it with "
-            f"`ludus model convert {gguf_file} FOLDER`, or serve the file with llama.cpp and use "
-            "--endpoint"
+            f"{field} '{name}' is a GGUF file, which cannot be loaded here; convert it with "
+            f"`ludus model convert {gguf_file} FOLDER`, or serve the file with llama.cpp (`ludus "
+            "eval --endpoint`)"
         )
     if not folder.is_dir():
-        if load.is_folder_path(name) or folder.exists():
+        if is_folder_path(name) or folder.exists():
             problem = "is a file" if folder.exists() else "does not exist"
-            raise NotFoundError(f"{_FIELD} '{name}' {problem}; {_FOLDER_HINT}")
+            raise NotFoundError(f"{field} '{name}' {problem}; {_FOLDER_HINT}")
         return name
-    if (folder / CHECKPOINTS_FOLDER).is_dir():
-        folder = find_checkpoint(None, folder / CHECKPOINTS_FOLDER) / MODEL_FOLDER
-    if not (folder / load.MODEL_CONFIG_FILE).is_file():
+    if (folder / METRICS_FILE).is_file() or (folder / CHECKPOINTS_FOLDER).is_dir():
+        folder = _find_trained_model(folder, f"{field} '{name}'")
+    if not (folder / MODEL_CONFIG_FILE).is_file():
         raise NotFoundError(
-            f"{_FIELD} '{name}' is no model, because it has no {load.MODEL_CONFIG_FILE}; "
-            f"{_FOLDER_HINT}"
+            f"{field} '{name}' is no model, because it has no {MODEL_CONFIG_FILE}; {_FOLDER_HINT}"
         )
     weight_problem = find_weight_problem(folder)
     if weight_problem is not None:
         raise NotFoundError(
-            f"{_FIELD} '{name}': {weight_problem}; copy the whole folder that save_pretrained wrote"
+            f"{field} '{name}': {weight_problem}; copy the whole folder that save_pretrained wrote"
         )
     return str(folder.resolve())
+
+
+def _find_trained_model(run_folder: Path, source: str) -> Path:
+    """Return the model of a run's latest checkpoint."""
+    if not list_checkpoints(run_folder / CHECKPOINTS_FOLDER):
+        raise NotFoundError(
+            f"{source} is a run that has no checkpoint yet; wait, or resume the run"
+        )
+    folder = find_checkpoint(None, run_folder / CHECKPOINTS_FOLDER) / MODEL_FOLDER
+    if not folder.is_dir():
+        raise NotFoundError(f"{source} is a run that trains no language model; {_FOLDER_HINT}")
+    return folder
 
 
 def _get_pretrained(run: LanguageModelRun) -> PretrainedModel:

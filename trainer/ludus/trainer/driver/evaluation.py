@@ -42,8 +42,8 @@ class Evaluator:
     workers: Workers
     baselines: Mapping[str, Mapping[str, Sequence[EpisodeOutcome]]]
     """Outcomes by environment and fixed policy, in the order of the seeds."""
-    num_greedy_games: Mapping[str, int] = field(default_factory=dict)
-    """Number of different games at temperature 0, for environments in which it is limited."""
+    max_games: Mapping[str, int] = field(default_factory=dict)
+    """Maximum number of episodes, for environments in which it is limited."""
 
     async def evaluate(self, num_games: int) -> dict[str, EvalReport]:
         """Evaluate the policy on the first `num_games` seeds; return a report by environment."""
@@ -59,24 +59,21 @@ class Evaluator:
         transcripts: list[Transcript] = []
         seeds = list_eval_seeds(self.config, _NUM_SAMPLES)
         for name in self.environments:
-            num_seeds = self.num_greedy_games.get(name) if self.config.temperature == 0 else None
             try:
                 async with asyncio.timeout(_SAMPLES_TIMEOUT_S):
                     transcripts += await self.workers.play_samples(
-                        name, seeds[:num_seeds], self.config.temperature
+                        name, seeds[: self.max_games.get(name)], self.config.temperature
                     )
             except (LudusError, TimeoutError) as error:
                 _log.warning("no samples of '%s': %s", name, error or "they took too long")
         return transcripts
 
     async def _evaluate_environment(self, environment: str, num_games: int) -> EvalReport:
-        num_played = num_games
-        if self.config.temperature == 0:
-            num_played = min(num_games, self.num_greedy_games.get(environment, num_games))
+        num_played = min(num_games, self.max_games.get(environment, num_games))
         if num_played < num_games:
             _log.info(
-                "the evaluation in '%s' plays %d games, not %d: one for each task, because games "
-                "of the same task are equal at temperature 0",
+                "the evaluation in '%s' plays %d games, not %d, because of its number of tasks "
+                "(eval.max_games_per_task; one for each task at temperature 0)",
                 environment,
                 num_played,
                 num_games,
@@ -112,7 +109,12 @@ async def play_baselines(
     tasks: TaskSet | None = None,
 ) -> dict[str, list[EpisodeOutcome]]:
     """Play the evaluation episodes of one environment with the fixed policies `baselines`."""
-    seeds = list_eval_seeds(config, max(config.num_games, config.num_games_during))
+    num_games = max(config.num_games, config.num_games_during)
+    if tasks is not None and config.max_games_per_task is not None:
+        # At temperature 0 too, because a fixed policy may be random.
+        max_games = config.max_games_per_task * tasks.num_eval_tasks
+        num_games = min(num_games, max_games or num_games)
+    seeds = list_eval_seeds(config, num_games)
     return {
         name: await play_until_valid(
             partial(play_policy, client, policies[name], tasks=tasks, max_turns=max_turns),
@@ -122,6 +124,18 @@ async def play_baselines(
         )
         for name in baselines
     }
+
+
+def find_max_games(config: EvalConfig, tasks: TaskSet | None, *, has_agent: bool) -> int | None:
+    """Return the maximum number of evaluation episodes of a policy; None without a limit.
+
+    An agent may draw its own random numbers, so its episodes of one task differ at temperature 0.
+    """
+    if tasks is None or tasks.num_eval_tasks == 0:
+        return None
+    is_greedy = config.temperature == 0 and not has_agent
+    max_games_per_task = 1 if is_greedy else config.max_games_per_task
+    return None if max_games_per_task is None else max_games_per_task * tasks.num_eval_tasks
 
 
 def list_eval_seeds(config: EvalConfig, num_games: int) -> list[int]:

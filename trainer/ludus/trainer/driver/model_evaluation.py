@@ -41,7 +41,7 @@ from ludus.trainer.driver.evaluated_models import (
     check_model,
     open_model,
 )
-from ludus.trainer.driver.evaluation import list_eval_seeds, play_until_valid
+from ludus.trainer.driver.evaluation import find_max_games, list_eval_seeds, play_until_valid
 from ludus.trainer.driver.invalid_actions import resolve_invalid_action_rewards
 from ludus.trainer.rollout.endpoint_policy import Endpoint
 from ludus.trainer.rollout.rewards.scoring import PlayedEpisode
@@ -207,10 +207,9 @@ def _list_seeds(run: LanguageModelRun, environment: ConnectedEnvironment) -> lis
 
     At temperature 0, each task is played once, because further episodes would be equal.
     """
-    num_episodes, tasks = run.eval.num_games, environment.description.tasks
-    if run.eval.temperature == 0 and tasks is not None and tasks.num_eval_tasks:
-        num_episodes = min(num_episodes, tasks.num_eval_tasks)
-    return list_eval_seeds(run.eval, num_episodes)
+    num_episodes = run.eval.num_games
+    max_games = find_max_games(run.eval, environment.description.tasks, has_agent=False)
+    return list_eval_seeds(run.eval, min(num_episodes, max_games or num_episodes))
 
 
 def _make_plan(

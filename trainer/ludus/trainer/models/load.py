@@ -27,24 +27,19 @@ from transformers.utils import logging as transformers_logging
 
 from ludus.proto.config import ModelConfig, PretrainedModel
 from ludus.proto.errors import ConfigError, NotFoundError
+from ludus.proto.paths import describe_place
 
 # In the log of a job, each update of a progress bar is a line.
 transformers_logging.disable_progress_bar()
 
 _log = logging.getLogger(__name__)
 
-MODEL_CONFIG_FILE = "config.json"
 HUB_TIMEOUT_S = 5.0
 _TOKENIZER_FILES = ("*token*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
 """Names of which every tokenizer has at least one."""
 _CLASSIFIER_SUFFIX = "ForSequenceClassification"
 _FAST_TOKENIZER_CLASS = "TokenizersBackend"
 """Class name that transformers saves for a tokenizer whose tokenizer.json is complete."""
-
-
-def is_folder_path(path: str) -> bool:
-    """Return whether a model's path has the form of a folder, not of a Hugging Face id."""
-    return path.startswith((".", "/", "~")) or path.count("/") > 1
 
 
 def load_config(path: str | Path, field: str = "model.path") -> PretrainedConfig:
@@ -295,9 +290,10 @@ def _shorten_errors(path: str | Path, field: str = "model.path") -> Iterator[boo
             if not hub.HF_HUB_OFFLINE:
                 reason = f"does not respond within {HUB_TIMEOUT_S:g} s"
             raise NotFoundError(
-                f"{field} = '{path}': Hugging Face ({hub.ENDPOINT}) {reason}, and the cache "
-                f"'{hub.HF_HUB_CACHE}' does not contain the whole model; check the network, set "
-                "HF_ENDPOINT to a mirror, or use a folder"
+                f"{field} = '{path}': there is no such folder{describe_place(path)}, Hugging Face "
+                f"({hub.ENDPOINT}) {reason}, and the cache '{hub.HF_HUB_CACHE}' does not contain "
+                "the whole model; correct the path, check the network, or set HF_ENDPOINT to a "
+                "mirror"
             ) from error
         remedy = _explain_refusal(path, error)
         if remedy is not None:

@@ -38,6 +38,7 @@ from ludus.proto.reward_models import (
 )
 from ludus.proto.runs import CONFIG_FILE, Resume
 from ludus.trainer.core.devices import choose_device, use_torch_threads
+from ludus.trainer.core.option_names import name_option
 from ludus.trainer.core.output import warn_user, write_atomically
 from ludus.trainer.core.stopping import (
     RunStopped,
@@ -272,13 +273,13 @@ class _RewardModelTraining:
             self._save_checkpoint()
             if isinstance(error, StepAbandoned):
                 raise self._make_stop() from None
-            error.add_note(f"continue with --resume from step {state.step}")
+            error.add_note(f"continue with {name_option('resume')} from step {state.step}")
             raise
 
     def _make_stop(self) -> RunStopped:
         return RunStopped(
             f"stopped after step {self._state.step} of {self._num_steps}; continue with "
-            f"--resume, or resume_checkpoint = '{self._run.folder}'"
+            f"{name_option('resume')}"
         )
 
     def _end_epoch(self) -> None:
@@ -393,7 +394,7 @@ class _RewardModelTraining:
         if self._state.fingerprint != fingerprint:
             raise ConfigError(
                 f"data = '{self._run.data}' has changed since the training started; restore "
-                "the old data, or start again without --resume"
+                f"the old data, or start again without {name_option('resume')}"
             )
         restore_learner_state(self._storage.checkpoint, self._restore_learner)
         self._storage.folder.write(CONFIG_FILE, self._run)
@@ -481,8 +482,8 @@ def _check_output(output: Path, *, overwrite: bool) -> None:
         )
     if not overwrite:
         raise ConfigError(
-            f"output = '{output}' already contains a reward model; replace it with --overwrite, or "
-            "choose another folder"
+            f"output = '{output}' already contains a reward model; replace it with "
+            f"{name_option('overwrite')}, or choose another folder"
         )
 
 

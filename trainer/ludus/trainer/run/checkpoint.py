@@ -35,6 +35,7 @@ from ludus.proto.config import AlgorithmConfig
 from ludus.proto.errors import CheckpointError, LudusError
 from ludus.proto.runs import PolicyResult, Summary
 from ludus.trainer.core.checksums import hash_file
+from ludus.trainer.core.option_names import name_option
 from ludus.trainer.core.output import describe_write_error, rename_folder, warn_user
 from ludus.trainer.core.streams import VERSION as STREAMS_VERSION
 from ludus.trainer.core.tensor_files import load_plain_values, require_regular_file
@@ -305,7 +306,7 @@ def find_newest_checkpoint(folder: Path) -> Path:
         CheckpointError: there is no complete checkpoint.
     """
     failure = CheckpointError(
-        f"no checkpoint in '{folder}'; train first, or name a checkpoint with --checkpoint"
+        f"there is no checkpoint in '{folder}'; name a run that has one, or train this run first"
     )
     for checkpoint in reversed(list_checkpoints(folder)):
         try:
@@ -398,22 +399,24 @@ def check_streams(checkpoint: Path, state: SavedState) -> None:
         raise CheckpointError(
             f"checkpoint '{checkpoint}' uses random streams of version {version}, but this Ludus "
             f"uses version {STREAMS_VERSION}; continue with the Ludus that wrote it, or start "
-            "again with --overwrite or under another name (`ludus eval` can still evaluate its "
-            "policy)"
+            f"again with {name_option('overwrite')} or under another name (`ludus eval` can still "
+            "evaluate its policy)"
         )
 
 
 def _make_unreadable_error(checkpoint: Path, file_name: str, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"checkpoint '{checkpoint}' cannot be read: {file_name}: {_get_first_line(error)}; remove "
-        "its folder to continue from the previous checkpoint, or start again with --overwrite"
+        "its folder to continue from the previous checkpoint, or start again with "
+        f"{name_option('overwrite')}"
     )
 
 
 def _make_damaged_error(checkpoint: Path, defect: str) -> CheckpointError:
     return CheckpointError(
-        f"checkpoint '{checkpoint}' cannot be read: {defect}; use an earlier checkpoint (--resume "
-        "does so if there is one), or start again with --overwrite"
+        f"checkpoint '{checkpoint}' cannot be read: {defect}; use an earlier checkpoint "
+        f"({name_option('resume')} does so if there is one), or start again with "
+        f"{name_option('overwrite')}"
     )
 
 

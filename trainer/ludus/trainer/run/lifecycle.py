@@ -15,6 +15,7 @@ when a stopped run resumes.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import shutil
@@ -29,6 +30,7 @@ from pydantic import BaseModel, ValidationError
 from ludus.env.text.terminal import LogFormatter
 from ludus.proto.config import ANY_RUN, AnyRunConfig
 from ludus.proto.config.changes import Change, describe_changes, find_changes
+from ludus.proto.config.run import RUN_KINDS
 from ludus.proto.errors import ConfigError, UserError
 from ludus.proto.run_lock import LOCK_FILE, RunLock
 from ludus.proto.runs import (
@@ -37,10 +39,12 @@ from ludus.proto.runs import (
     CONTROL_FILE,
     CONTROL_VARIABLE,
     LOG_FILE,
+    METRICS_FILE,
     RUN_ID_FILE,
     Resume,
     RunControl,
 )
+from ludus.trainer.core.option_names import name_option
 from ludus.trainer.core.output import choose_temporary_path, warn_user, write_atomically
 from ludus.trainer.core.stopping import StopRequest
 from ludus.trainer.run.checkpoint import (
@@ -260,16 +264,27 @@ def _prepare_new_folder(path: Path, *, overwrite: bool) -> None:
     if not _list_entries(path):
         return
     config_path = path / CONFIG_FILE
-    if not (config_path.is_file() or choose_temporary_path(config_path).is_file()):
+    has_checkpoints = any(path.glob(f"{CHECKPOINTS_FOLDER}/step-*"))
+    is_run = has_checkpoints or (path / METRICS_FILE).is_file() or _is_run_config(config_path)
+    if not (is_run or choose_temporary_path(config_path).is_file()):
         raise ConfigError(
             f"'{path}' is not empty and not the folder of a run; use another name or output_dir"
         )
-    if any(path.glob(f"{CHECKPOINTS_FOLDER}/step-*")) and not overwrite:
+    if has_checkpoints and not overwrite:
         raise ConfigError(
-            f"'{path}' already contains a run; continue it with --resume, replace it with "
-            "--overwrite, or use another name"
+            f"'{path}' already contains a run; continue it with {name_option('resume')}, replace "
+            f"it with {name_option('overwrite')}, or use another name"
         )
     _empty_folder(path)
+
+
+def _is_run_config(path: Path) -> bool:
+    """Return whether a config.json is that of a run. Models have a file of this name, too."""
+    try:
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(config, dict) and config.get("kind") in RUN_KINDS
 
 
 def _list_entries(path: Path) -> list[Path]:

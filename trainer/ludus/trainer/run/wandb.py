@@ -16,6 +16,19 @@ _TIMEOUT_S = 60.0
 _STEP_KEY, _GAMES_KEY, _ELAPSED_KEY = "step", "num_games_trained", "elapsed_s"
 
 
+def check_key(config: WandbSink) -> None:
+    """Check that there is a key if the sink needs one.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if config.mode == "online" and not os.environ.get(_KEY_VARIABLE):
+        raise ConfigError(
+            f"metrics.wandb.mode = 'online' needs a key in {_KEY_VARIABLE}, which is not set; "
+            "set it, or use mode = 'offline' and send the run later with `wandb sync`"
+        )
+
+
 class WandbWriter(MetricsSink):
     """A sink that logs to a run of a Weights & Biases project; a resumed run keeps its id.
 
@@ -33,11 +46,7 @@ class WandbWriter(MetricsSink):
                 "metrics.wandb is set, but the package wandb is not installed; "
                 "install it with `pip install wandb`, or remove the section"
             ) from error
-        if config.mode == "online" and not os.environ.get(_KEY_VARIABLE):
-            raise ConfigError(
-                f"metrics.wandb.mode = 'online' needs a key in {_KEY_VARIABLE}, which is not set; "
-                "set it, or use mode = 'offline' and send the run later with `wandb sync`"
-            )
+        check_key(config)
         folder.mkdir(parents=True, exist_ok=True)
         try:
             self._session = wandb.init(

@@ -30,7 +30,12 @@ from ludus.proto.config import (
     ServerConnection,
 )
 from ludus.proto.config.environment import RANDOM_POLICY
-from ludus.proto.errors import AuthenticationError, ConfigError, UnavailableError
+from ludus.proto.errors import (
+    AuthenticationError,
+    ConfigError,
+    UnavailableError,
+    did_you_mean,
+)
 from ludus.proto.runs import ENVIRONMENT_LOG_FILE
 from ludus.trainer.core.functions import import_callable
 from ludus.trainer.rollout.adapters.environment_adapter import ChatRenderer, make_renderer
@@ -59,9 +64,10 @@ def load_fixed_policies(
         policies = import_callable(config.policies, f"{section}.policies")(options)
     unknown_names = sorted(set(config.baselines) - policies.keys() - {RANDOM_POLICY})
     if unknown_names:
+        hint = did_you_mean(unknown_names[0], policies)
         raise ConfigError(
             f"{section}.baselines: '{config.policies}' has no policy {unknown_names}; it has "
-            f"{sorted({*policies, RANDOM_POLICY})}"
+            f"{sorted({*policies, RANDOM_POLICY})}{f'; {hint}' if hint else ''}"
         )
     return policies
 

@@ -32,6 +32,7 @@ from ludus.proto.config import (
 )
 from ludus.proto.errors import CheckpointError, ConfigError, NotFoundError, UserError
 from ludus.proto.runs import CHECKPOINTS_FOLDER, CONFIG_FILE
+from ludus.trainer.core.model_paths import MODEL_CONFIG_FILE
 from ludus.trainer.core.output import describe_write_error, warn_user
 from ludus.trainer.models import load
 from ludus.trainer.run.checkpoint import MODEL_FOLDER, find_checkpoint, parse_checkpoint_step
@@ -129,7 +130,7 @@ def _find_source(
             return _Source(folder, None)
     found_checkpoint = find_checkpoint(checkpoint, run_folder / CHECKPOINTS_FOLDER)
     folder = found_checkpoint / MODEL_FOLDER
-    if not (folder / load.MODEL_CONFIG_FILE).is_file():
+    if not (folder / MODEL_CONFIG_FILE).is_file():
         raise NotFoundError(f"'{found_checkpoint}' contains no model")
     return _Source(folder, parse_checkpoint_step(found_checkpoint))
 

@@ -22,6 +22,7 @@ from ludus.env.client import AsyncSession
 from ludus.env.types import StepResult
 from ludus.proto.config import LanguageModelRun, PretrainedModel, TinyModel
 from ludus.proto.errors import ConfigError, EpisodesFailedError, UserError
+from ludus.trainer.core.model_paths import MODEL_CONFIG_FILE
 from ludus.trainer.core.output import warn_user
 from ludus.trainer.core.streams import Stream, derive_warm_start_seed, make_random
 from ludus.trainer.data.failures import count_failures, describe_error, find_most_common_reason
@@ -34,7 +35,6 @@ from ludus.trainer.learner.warm_start import (
     warm_start,
 )
 from ludus.trainer.models.chat import ChatTokenizer, count_chars, is_surely_longer
-from ludus.trainer.models.load import MODEL_CONFIG_FILE
 from ludus.trainer.models.tiny import make_model, make_tokenizer, save
 from ludus.trainer.rollout.adapters.environment_adapter import NO_TEXT_REASON, RendererError
 from ludus.trainer.rollout.agents.random_responses import play_with_random_responses

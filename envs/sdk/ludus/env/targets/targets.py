@@ -24,6 +24,7 @@ import os
 import sys
 from dataclasses import dataclass, field
 from importlib.metadata import metadata, packages_distributions
+from inspect import Parameter
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_type_hints
@@ -34,7 +35,13 @@ from ludus.env.adapters import GYMNASIUM, OPENENV
 from ludus.env.environment import AnyEnvironment, Builder, Environment
 from ludus.env.sessions.hosts import EnvironmentFactory
 from ludus.env.types import JsonObject
-from ludus.proto.errors import ConfigError, NotFoundError, did_you_mean
+from ludus.proto.errors import (
+    ConfigError,
+    LudusError,
+    NotFoundError,
+    describe_code_error,
+    did_you_mean,
+)
 
 PACKAGE_SUFFIX = "_env"
 """Suffix of the names of environment packages."""
@@ -94,11 +101,13 @@ class TargetFactory:
         Raises:
             ConfigError: the environment cannot be made with these options.
         """
+        builder = _find_builder(self.target)
         try:
-            environment = _find_builder(self.target)(**self.options)
+            environment = builder(**self.options)
         except TypeError as error:
+            problem = _find_unknown_option(builder, self.options) or f": {error}"
             raise ConfigError(
-                f"environment '{self.target}' cannot be made with {self.options}: {error}"
+                f"environment '{self.target}' cannot be made with {self.options}{problem}"
             ) from error
         if not isinstance(environment, Environment):
             raise ConfigError(
@@ -122,6 +131,24 @@ def environment_factory(target: str, options: JsonObject) -> TargetFactory:
     factory = TargetFactory(target, options)
     factory.load()
     return factory
+
+
+def check_environment_options(target: str, options: JsonObject) -> AnyEnvironment:
+    """Make an environment before a run or a server uses the target, and return the environment.
+
+    Raises:
+        UserError: there is no such target, or its environment cannot be made with these options.
+    """
+    factory = environment_factory(target, options)
+    try:
+        return factory()
+    except LudusError:
+        raise
+    except Exception as error:  # third-party code
+        raise ConfigError(
+            f"environment '{target}' cannot be made with {options}: {describe_code_error(error)}; "
+            "correct the options or the environment"
+        ) from error
 
 
 def make_importable_factory(factory: EnvironmentFactory) -> TargetFactory:
@@ -182,6 +209,8 @@ def require_package(name: str) -> None:
         return
     names = [package.name for package in list_installed_packages()]
     hint = did_you_mean(name, names) or f"installed: {', '.join(names) or 'none'}"
+    if not name.isidentifier():
+        hint = _suggest_module(name)
     raise NotFoundError(f"no environment package '{name}'; {hint}")
 
 
@@ -276,15 +305,40 @@ def _import_module(target: str, name: str) -> ModuleType:
         if name == missing_module or name.startswith(f"{missing_module}."):
             raise NotFoundError(
                 f"no module '{name}' (from target '{target}') in "
-                f"{_find_folder() or 'the working folder'} or in the installed modules; check the "
-                "spelling, or run from the folder that contains it"
+                f"{_find_folder() or 'the working folder'} or in the installed modules; "
+                f"{_suggest_module(name)}"
             ) from None
         raise ConfigError(
             f"'{target}' needs the module '{missing_module}', which is not installed;"
             f" pip install {missing_module.partition('.')[0]}"
         ) from error
-    except ImportError as error:
-        raise ConfigError(f"'{target}' cannot be imported: {error}") from error
+    except Exception as error:  # third-party code
+        raise ConfigError(
+            f"'{target}' cannot be imported: {describe_code_error(error)}; correct the module"
+        ) from error
+
+
+def _suggest_module(name: str) -> str:
+    """Return a remedy for a module that does not exist; `name` may be the path of its file."""
+    if "/" in name or name.endswith(".py"):
+        return f"for a file, give its module and class, {Path(name).stem}:Class, from its folder"
+    return "check the spelling, or run from the folder that contains it"
+
+
+def _find_unknown_option(builder: Builder, options: JsonObject) -> str:
+    """Return a clause about an option that a builder does not accept; empty if it accepts all."""
+    try:
+        parameters = inspect.signature(builder).parameters.values()
+    except (TypeError, ValueError):
+        return ""
+    if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):
+        return ""
+    names = [parameter.name for parameter in parameters]
+    unknown_names = [name for name in options if name not in names]
+    if not unknown_names:
+        return ""
+    hint = did_you_mean(unknown_names[0], names) or f"it has {', '.join(names) or 'no options'}"
+    return f": unknown option '{unknown_names[0]}'; {hint}"
 
 
 def _add_working_directory() -> None:

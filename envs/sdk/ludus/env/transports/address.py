@@ -72,8 +72,9 @@ def parse_address(address: str) -> ServerAddress:
     """
     try:
         url = urlsplit(address)
+        _ = url.port
     except ValueError:
-        raise _make_malformed_error(address, "a host and a port") from None
+        raise _make_malformed_error(address, "a host and a port up to 65535") from None
     user_info, _, authority = url.netloc.rpartition("@")
     if url.scheme not in (*GRPC_SCHEMES, *HTTP_SCHEMES) or not authority:
         raise _make_malformed_error(address, "one of the schemes grpc, grpcs, http, https, ws, wss")

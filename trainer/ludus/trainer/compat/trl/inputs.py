@@ -27,7 +27,7 @@ from ludus.trainer.compat.trl.tools import environment_reward
 from ludus.trainer.core.functions import get_or_register_path
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.load import load_config, load_tokenizer
-from ludus.trainer.rollout.rewards.scoring import STANDARD_ARGUMENTS
+from ludus.trainer.rollout.rewards.arguments import STANDARD_ARGUMENTS
 
 PROMPT_COLUMN = "prompt"
 

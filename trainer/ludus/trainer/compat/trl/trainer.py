@@ -50,6 +50,8 @@ from ludus.trainer.compat.trl.tools import (
     choose_rollout,
 )
 from ludus.trainer.core.functions import get_or_register_path
+from ludus.trainer.core.option_names import use_option_names
+from ludus.trainer.core.output import warn_user
 from ludus.trainer.core.stopping import RunStopped
 from ludus.trainer.driver.trainer import Trainer
 from ludus.trainer.run.checkpoint import MODEL_FOLDER, find_newest_checkpoint
@@ -149,17 +151,28 @@ class GRPOTrainer:
                 "checkpoint in its folder"
             )
         self.write_rows()
-        return run_coroutine(self._train(Resume.ALWAYS if resume else Resume.NEVER))
+        names = use_option_names(
+            resume="resume_from_checkpoint=True", overwrite="resume_from_checkpoint=False"
+        )
+        with names:
+            return run_coroutine(self._train(Resume.ALWAYS if resume else Resume.NEVER))
 
     def save_model(self, output_dir: str | Path | None = None) -> Path:
         """Copy the trained model and its tokenizer to a folder, and return the folder.
 
+        The run folder has a config.json itself. A model for this folder goes to its subfolder
+        `model`.
+
         Raises:
             CheckpointError: the run has no checkpoint yet.
         """
-        folder = Path(self.run.output_dir) / self.run.name
+        folder = self.run.folder
         source_folder = find_newest_checkpoint(folder / CHECKPOINTS_FOLDER) / MODEL_FOLDER
-        target_folder = parse_path(output_dir or folder / "model")
+        target_folder = parse_path(output_dir or folder)
+        if target_folder.resolve() == folder.resolve():
+            target_folder = folder / "model"
+            if output_dir is not None:
+                warn_user(f"the model is saved to '{target_folder}', not to the folder of the run")
         shutil.copytree(source_folder, target_folder, dirs_exist_ok=True)
         return target_folder
 
@@ -252,6 +265,7 @@ class GRPOTrainer:
             interval = round(batches.num_batches_per_epoch) or interval
         return {
             "num_games": num_games,
+            "max_games_per_task": None,
             "num_games_during": 0 if strategy == "no" else num_games,
             "every_steps": interval,
             "temperature": args.temperature,

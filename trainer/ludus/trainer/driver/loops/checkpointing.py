@@ -8,6 +8,7 @@ import time
 
 from ludus.proto.errors import CheckpointError
 from ludus.proto.runs import Phase
+from ludus.trainer.core.option_names import name_option
 from ludus.trainer.driver.loops.components import Components
 from ludus.trainer.driver.loops.sampling import SamplingLoop
 from ludus.trainer.run import checkpoint
@@ -61,7 +62,7 @@ class Checkpointing:
         step = self._find_newest_step()
         if step is None:
             return "there is no checkpoint to continue from"
-        return f"continue with --resume from step {step}"
+        return f"continue with {name_option('resume')} from step {step}"
 
     async def restart_learner(self) -> RunState:
         """Restart the learner from the newest readable checkpoint; return that run state.

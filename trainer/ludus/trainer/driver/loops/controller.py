@@ -471,7 +471,7 @@ class Controller:
             raise LearnerLostError(
                 f"{reason}; the learner was restarted {self.state.learner_restarts} times, and "
                 f"training.max_learner_restarts = {max_restarts}; see trainer.log for the reason "
-                "why the ranks died, and continue with --resume"
+                "why the ranks died"
             ) from error
         self.state.learner_restarts += 1
         _log.warning("the learner is lost (%s); restarting it", reason)

@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import re
-import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -37,6 +36,7 @@ from ludus.proto.rewards import REWARD_RULE, is_valid_reward
 from ludus.trainer.core.functions import import_callable
 from ludus.trainer.data.failures import describe_error
 from ludus.trainer.rollout.agents.endpoint.server import EndpointAccess
+from ludus.trainer.rollout.agents.programs import find_program
 from ludus.trainer.rollout.agents.proxies import exempt_loopback
 
 _NUM_THREADS = 256
@@ -111,41 +111,6 @@ async def start_launcher(config: AgentConfig, stack: AsyncExitStack) -> AgentLau
             executor = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="agent")
             function = import_callable(config.function, "environment.agent.function")
             return partial(_call_function, config.function, function, executor)
-
-
-def check_agent(config: AgentConfig) -> None:
-    """Check that the agent exists on this machine.
-
-    Raises:
-        ConfigError: the program, its folder or the function does not exist.
-    """
-    match config:
-        case CommandAgent():
-            find_program(config)
-        case FunctionAgent():
-            import_callable(config.function, "environment.agent.function")
-
-
-def find_program(config: CommandAgent) -> str:
-    """Return the path of the agent's program.
-
-    Raises:
-        ConfigError: the program or its folder does not exist.
-    """
-    folder, program_name = Path(config.folder).absolute(), config.command[0]
-    if not folder.is_dir():
-        raise ConfigError(
-            f"environment.agent.folder = '{config.folder}': there is no folder '{folder}'; create "
-            "it, or correct the path"
-        )
-    program = shutil.which(str(folder / program_name) if os.sep in program_name else program_name)
-    if program is None:
-        raise ConfigError(
-            f"environment.agent.command = {list(config.command)}: there is no executable program "
-            f"'{program_name}' in {'the folder' if os.sep in program_name else 'PATH'}; install "
-            "it, or set its path"
-        )
-    return os.path.abspath(program)
 
 
 class ProgramLauncher:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import itertools
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -31,20 +30,23 @@ from typing import Any
 
 from ludus.env import Message
 from ludus.proto.config.environment import RewardModelTerm, RewardTerm, make_reward_term_name
-from ludus.proto.errors import ConfigError, RewardFunctionError, UserError, did_you_mean
+from ludus.proto.errors import RewardFunctionError, UserError
 from ludus.proto.rewards import REWARD_RULE, is_valid_reward
 from ludus.proto.runs import TranscriptTurn
 from ludus.trainer.core.functions import import_callable
 from ludus.trainer.core.types import Rollout, RolloutStatus, ScoredTerm
 from ludus.trainer.data.failures import describe_error
 from ludus.trainer.rollout.overlong import PENALTY_TERM
+from ludus.trainer.rollout.rewards.arguments import (
+    check_keyword_arguments,
+    list_named_parameters,
+    list_required_names,
+)
 from ludus.trainer.rollout.rewards.reward_models import Columns, QueuedRewardModel, RewardModels
 
 ENVIRONMENT_TERM = RewardTerm()
 """The environment's return, with weight 1."""
 
-
-_log = logging.getLogger(__name__)
 _NUM_THREADS = 32
 
 
@@ -88,14 +90,11 @@ class RewardFunction:
         self._is_async = inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(
             getattr(self._function, "__call__", None)  # noqa: B004 - `__call__` can be asynchronous
         )
+        check_keyword_arguments(path, self._function)
         parameters = inspect.signature(self._function).parameters.values()
-        parameter_kinds = {parameter.kind for parameter in parameters}
-        if Parameter.POSITIONAL_ONLY in parameter_kinds:
-            raise ConfigError(
-                f"environment.rewards.function = '{path}' must take keyword arguments, but some "
-                "are positional-only; remove the '/' from its signature"
-            )
-        self._accepts_any_argument = Parameter.VAR_KEYWORD in parameter_kinds
+        self._accepts_any_argument = any(
+            parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters
+        )
 
     async def compute_values(self, columns: Columns, num_episodes: int) -> list[float | None]:
         """Return [num_episodes] values, one for each episode."""
@@ -118,7 +117,7 @@ class RewardFunction:
         return await function_output if inspect.isawaitable(function_output) else function_output
 
     def _select_columns(self, columns: Columns) -> Columns:
-        missing_names = sorted(_list_required_names(self._function) - columns.keys())
+        missing_names = sorted(list_required_names(self._function) - columns.keys())
         if missing_names:
             raise RewardFunctionError(
                 f"{self.description} requires '{missing_names[0]}', which no episode of the group "
@@ -126,7 +125,7 @@ class RewardFunction:
             )
         if self._accepts_any_argument:
             return columns
-        names = _list_named_parameters(self._function)
+        names = list_named_parameters(self._function)
         return {name: columns[name] for name in names if name in columns}
 
     def _check_values(self, function_output: Any, num_episodes: int) -> list[float | None]:
@@ -337,50 +336,6 @@ def _make_columns(episodes: Sequence[PlayedEpisode]) -> Columns:
     }
 
 
-STANDARD_ARGUMENTS = frozenset(_make_columns(()))
-"""Names of the arguments that every reward function can request."""
-
-
 def _copy_text(text: Sequence[Message] | str) -> list[Message] | str:
     """Return a copy of the messages, because a reward function may change them."""
     return text if isinstance(text, str) else list(text)
-
-
-def check_columns(functions: Sequence[str], columns: Sequence[str], section: str) -> None:
-    """Check that the data has every column that a reward function requires.
-
-    Args:
-        functions: import path of each reward function.
-        section: section of the environment in the configuration.
-
-    Raises:
-        ConfigError: a function requires a column that the data does not have.
-    """
-    hidden_columns = sorted(STANDARD_ARGUMENTS.intersection(columns))
-    if hidden_columns and functions:
-        _log.warning(
-            "%s: reward functions get the trainer's argument %s; they do not see the data's column "
-            "of that name",
-            *(section, ", ".join(hidden_columns)),
-        )
-    for path in functions:
-        required_names = _list_required_names(import_callable(path, f"{section}.rewards"))
-        for missing_name in sorted(required_names - STANDARD_ARGUMENTS - frozenset(columns)):
-            hint = did_you_mean(missing_name, columns)
-            raise ConfigError(
-                f"{section}.rewards: function '{path}' requires '{missing_name}', and the data has "
-                f"the columns {', '.join(columns)}"
-                + (f"; {hint}" if hint else "; give its argument the name of one, or a default")
-            )
-
-
-def _list_named_parameters(function: Callable[..., Any]) -> dict[str, Parameter]:
-    """Return the parameters that can be passed by name."""
-    parameters = inspect.signature(function).parameters
-    kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-    return {name: parameter for name, parameter in parameters.items() if parameter.kind in kinds}
-
-
-def _list_required_names(function: Callable[..., Any]) -> set[str]:
-    parameters = _list_named_parameters(function)
-    return {name for name, parameter in parameters.items() if parameter.default is Parameter.empty}

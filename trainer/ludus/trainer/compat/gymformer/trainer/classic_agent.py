@@ -29,6 +29,7 @@ from ludus.trainer.compat.gymformer.trainer.request import (
     EpisodeReturns,
     update_running_average,
 )
+from ludus.trainer.core.option_names import use_option_names
 
 Networks = tuple[nn.Module, nn.Module]
 """Actor and critic."""
@@ -106,6 +107,7 @@ def train_classic(request: AgentRequest) -> EpisodeReturns:
     with (
         rename_in_errors({"environment.address": "env_name"}),
         _use_networks(request.actor, request.critic),
+        use_option_names(resume="resume=True", overwrite="resume=False"),
         open_network_run(run, resume=resume, overwrite=True, budget=budget) as network_run,
     ):
         recorder = _EpisodeRecorder(request, network_run)

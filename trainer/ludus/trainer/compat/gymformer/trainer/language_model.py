@@ -64,7 +64,8 @@ def train_language_model(request: AgentRequest) -> EpisodeReturns:
     if request.resume:
         raise ConfigError(
             "train_agent cannot resume a language model (resume=True); to continue this run: "
-            f"ludus train {request.save_path / request.run_name}/config.json --resume"
+            f"ludus.trainer.Trainer('{request.save_path / request.run_name}/config.json', "
+            "resume='always')"
         )
     if not isinstance(critic, LMCriticNetwork):
         raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from ludus.proto.config import RewardModelRun, load_reward_model_config
@@ -10,6 +11,7 @@ from ludus.proto.errors import ConfigError
 from ludus.proto.reward_models import RewardModelProgress
 from ludus.proto.runs import Resume
 from ludus.trainer.compat.checks import PathText, check_value, rename_in_errors, require_device
+from ludus.trainer.core.option_names import use_option_names
 from ludus.trainer.reward_model import RewardModel, train_reward_model
 from ludus.trainer.reward_model.training import check_training
 
@@ -68,7 +70,7 @@ def train_reward(
     )
     check_value("dry_run", bool, dry_run)
     checkpoint = check_value("resume_checkpoint", PathText | None, resume_checkpoint)
-    with rename_in_errors(_ARGUMENT_BY_SETTING):
+    with rename_in_errors(_ARGUMENT_BY_SETTING), _use_option_names(config):
         if not dry_run:
             resume = _check_checkpoint(config, checkpoint)
             return train_reward_model(config, resume=resume, overwrite=True, on_progress=_report)[0]
@@ -77,6 +79,13 @@ def train_reward(
         f"{num_train} training comparisons, {num_test} held out; nothing was written\n"
     )
     return None
+
+
+def _use_option_names(config: RewardModelRun) -> AbstractContextManager[None]:
+    """Return a context in which advice names the arguments of `train_reward`."""
+    return use_option_names(
+        resume=f"resume_checkpoint='{config.folder}'", overwrite="resume_checkpoint=None"
+    )
 
 
 def _check_checkpoint(config: RewardModelRun, checkpoint: str | None) -> Resume:

@@ -28,7 +28,7 @@ from ludus.proto.errors import ConfigError, RolloutFunctionError
 from ludus.trainer.compat.trl.rollout.completion_service import RolloutCall
 from ludus.trainer.core.types import Sampling, ScoringRequest
 from ludus.trainer.rollout.engines.async_engine import AsyncEngine
-from ludus.trainer.rollout.rewards.scoring import STANDARD_ARGUMENTS
+from ludus.trainer.rollout.rewards.arguments import STANDARD_ARGUMENTS
 
 MakeError = Callable[[str], RolloutFunctionError]
 """A function that returns the error for a problem of one row."""
