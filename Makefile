@@ -33,7 +33,7 @@ learn: setup ## train every example with three seeds and evaluate them (ARGS="--
 	@$(if $(ARGS),$(VENV)/python bench/learn.py $(ARGS),$(MAKE) --no-print-directory -k learn-examples learn-reward learn-language learn-forge learn-trl learn-agents learn-classic)
 
 learn-examples: setup
-	@$(VENV)/python bench/learn.py
+	@$(VENV)/python bench/learn.py $(ARGS)
 
 learn-reward: setup ## learning proof of the reward model (ARGS="--only preferences --seeds 0")
 	@$(VENV)/python bench/learn_reward.py $(ARGS)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
 import types
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from generated_page import escape_cell, write_or_check_page
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from ludus.proto.config import RecordedRun
-from ludus.proto.config.load import find_sections
+from ludus.proto.config.mistakes import find_sections
 
-TARGET = Path(__file__).parent.parent / "docs" / "configuration.md"
 INTRODUCTION = """# Configuration of a run
 
 A configuration is a TOML, YAML or JSON file. The top-level field `kind` selects one of three \
@@ -29,9 +28,15 @@ kinds of runs:
 | `sft` | a language model, on [conversations](sft.md) | [fine-tuning run](#fine-tuning-run) |
 
 The command line can set every field: `ludus train FILE --set training.num_steps=20`, or \
-`ludus sft` for a fine-tuning run. \
+`ludus sft` for a fine-tuning run. A list of sections, such as `rewards`, is set as a whole, as \
+JSON or TOML. \
 `--dry-run` checks a run and shows what it would do; with `--json`, it prints every setting. An \
 unknown key or an impossible combination is an error before anything starts.
+
+A file with one environment has section `[environment]`, and the command line sets \
+`environment.max_turns=5`. Several environments have sections `[environments.NAME]`, and the \
+command line sets `environments.NAME.max_turns=5`. The tables below list these fields with the \
+second notation. A file has one of the two.
 
 This page is generated: `.venv/bin/python dev/configuration_docs.py`.
 """
@@ -47,30 +52,45 @@ def make_page() -> str:
     page = INTRODUCTION
     for run_model in find_sections(RecordedRun):
         kind = run_model.model_fields["kind"].default
-        page += "".join(_describe_section(_HEADINGS[kind], run_model, "", level=2))
+        page += "".join(describe_section(_HEADINGS[kind], run_model, "", level=2))
     return page
 
 
-def _describe_section(
-    title: str, section: type[BaseModel], prefix: str, level: int
+def describe_section(
+    title: str, section: type[BaseModel], prefix: str, level: int, help_text: str = ""
 ) -> Iterator[str]:
+    """Yield the heading and the table of a section, and of the sections in it.
+
+    Args:
+        prefix: prefix of the names of the fields.
+        help_text: description of the field that contains the section.
+    """
     summary = " ".join((section.__doc__ or "").strip().split("\n\n")[0].split())
-    yield f"\n{'#' * level} {title}\n\n{summary}\n\n"
-    yield "| field | type | default | description |\n|---|---|---|---|\n"
-    children: list[tuple[str, type[BaseModel]]] = []
+    paragraphs = [f"{'#' * level} {title}", *([help_text] if help_text else []), summary]
+    yield "".join(f"\n{paragraph}\n" for paragraph in paragraphs)
+    yield "\n| field | type | default | description |\n|---|---|---|---|\n"
+    children: list[tuple[str, type[BaseModel], str]] = []
     for name, field in section.model_fields.items():
         models = list(find_sections(field.annotation))
         if models:
-            children += [(f"{prefix}{name}", model) for model in models]
+            path = f"{prefix}{name}.NAME" if _is_mapping(field.annotation) else f"{prefix}{name}"
+            children += [(path, model, _format_help(field)) for model in models]
             continue
         if name == "kind" and prefix:  # the heading names it
             continue
         cells = (_format_type(field.annotation), _format_default(field), _format_help(field))
         yield f"| `{prefix}{name}` | {' | '.join(cells)} |\n"
-    for path, model in children:
+    for path, model, field_help in children:
         kind = model.model_fields.get("kind")
         label = f"{path}, kind = {kind.default}" if kind else path
-        yield from _describe_section(label, model, f"{path}.", level=3)
+        yield from describe_section(label, model, f"{path}.", 3, field_help)
+
+
+def _is_mapping(annotation: Any) -> bool:
+    """Return whether a field contains sections by name."""
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    return get_origin(annotation) is dict
 
 
 def _format_type(annotation: Any) -> str:
@@ -83,6 +103,10 @@ def _format_type(annotation: Any) -> str:
         return " or ".join(_format_type(argument) for argument in arguments)
     if annotation is type(None):
         return "null"
+    if annotation is Path:
+        return "str"
+    if is_dataclass(annotation):
+        return "section"
     if origin is tuple:
         return "list"
     return getattr(origin or annotation, "__name__", str(annotation))
@@ -92,17 +116,18 @@ def _format_default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
     if value is PydanticUndefined:
         return "required"
-    return f"`{list(value) if isinstance(value, tuple) else 'null' if value is None else value}`"
+    if isinstance(value, tuple):
+        value = list(value)
+    return f"`{_format_constant(value)}`"
+
+
+def _format_constant(value: Any) -> str:
+    return "null" if value is None else '""' if value == "" else str(value)
 
 
 def _format_help(field: FieldInfo) -> str:
-    return " ".join((field.description or "").split()).replace("|", "\\|")
+    return escape_cell(field.description or "")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="Do not write; fail on differences.")
-    if not parser.parse_args().check:
-        TARGET.write_text(make_page(), encoding="utf-8")
-    elif TARGET.read_text(encoding="utf-8") != make_page():
-        sys.exit("docs/configuration.md is out of date; run dev/configuration_docs.py")
+    write_or_check_page("configuration.md", make_page())

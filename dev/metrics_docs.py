@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Iterator
-from pathlib import Path
+
+from generated_page import write_or_check_page
 
 from ludus.proto.metrics import (
     EvalMetric,
@@ -17,7 +16,6 @@ from ludus.proto.metrics import (
 )
 from ludus.trainer.run.prometheus import make_series
 
-TARGET = Path(__file__).parent.parent / "docs" / "metrics.md"
 INTRODUCTION = """# Metrics of a run
 
 `metrics.jsonl` in the run folder contains all metrics, one row per line. `kind` is the kind of the
@@ -107,9 +105,4 @@ def _make_series() -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="Do not write; fail on differences.")
-    if not parser.parse_args().check:
-        TARGET.write_text(make_page(), encoding="utf-8")
-    elif TARGET.read_text(encoding="utf-8") != make_page():
-        sys.exit("docs/metrics.md is out of date; run dev/metrics_docs.py")
+    write_or_check_page("metrics.md", make_page())

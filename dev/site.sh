@@ -3,5 +3,6 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --group docs
-NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --quiet
+# Without its warnings (--quiet), mkdocs would not fail on a broken link.
+NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build
 echo "build/site/index.html"

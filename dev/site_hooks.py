@@ -15,6 +15,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
+_FENCE = re.compile(r"^(```\w+) +\w+$", re.MULTILINE)
+"""Start of a code block with a name for tests, which the renderer of the site does not support."""
 _log = logging.getLogger("mkdocs.site_hooks")
 
 
@@ -32,7 +34,7 @@ def on_pre_build(config: Any) -> None:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
-    """Replace each link to a file outside `docs/` by the file's path."""
+    """Replace links to files outside `docs/` by their paths, and remove names of code blocks."""
     docs = Path(config["docs_dir"])
     source = docs / page.file.src_uri
 
@@ -46,4 +48,4 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
         name = path.relative_to(ROOT).as_posix()
         return f"`{name}`" if text.strip("`") in name else f"{text} (`{name}`)"
 
-    return _LINK.sub(replace_link, markdown)
+    return _LINK.sub(replace_link, _FENCE.sub(r"\1", markdown))

@@ -179,6 +179,8 @@ def test_options_are_passed_to_environments_unchanged(monkeypatch: pytest.Monkey
         get_container(release.find("Deployment", "-env-shell")), monkeypatch
     )
     assert (shell_options.isolation, shell_options.cpu_limit_s) == ("process", 60)
+    assert (gym_options.require_sandbox, gym_options.no_network) == (True, True)
+    assert (gym_options.deterministic, shell_options.deterministic) == (False, True)
 
 
 def test_zero_and_false_values_are_rendered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,6 +196,11 @@ CHART_ERRORS = [
         "isolation pool or process",
     ),
     (
+        merge_environment(server={"noNetwork": True}),
+        "environments.blackjack.server.noNetwork",
+        "isolation pool or process",
+    ),
+    (
         merge_environment(server={"cpuLimitSeconds": 64}),
         "environments.blackjack.server.cpuLimitSeconds",
         "isolation=process",

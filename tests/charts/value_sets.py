@@ -280,6 +280,9 @@ LIMIT_SETS = (
                         "stepTimeoutSeconds": 2.5,
                         "idleTimeoutSeconds": 60,
                         "memoryLimitMiB": 512,
+                        "requireSandbox": True,
+                        "noNetwork": True,
+                        "deterministic": False,
                     },
                 },
                 "shell": {
@@ -289,6 +292,7 @@ LIMIT_SETS = (
                         "isolation": "process",
                         "cpuLimitSeconds": 60,
                         "acceptMissing": ["signal-scope", "landlock"],
+                        "deterministic": True,
                     },
                 },
             }

@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from ludus.proto.config import RunConfig
-from ludus.proto.config.load import find_sections
+from ludus.proto.config.mistakes import find_sections
 
 ROOT = Path(__file__).parents[2]
 MAX_FILE_LINES = 500

@@ -49,7 +49,16 @@ def test_network_run_does_not_import_ray_vllm_or_transformers() -> None:
 
 @pytest.mark.parametrize(
     "script_name",
-    ["generate_proto.py", "configuration_docs.py", "metrics_docs.py", "chart_docs.py"],
+    [
+        "chart_docs.py",
+        "commands_docs.py",
+        "configuration_docs.py",
+        "fleet_metrics_docs.py",
+        "gateway_docs.py",
+        "generate_proto.py",
+        "metrics_docs.py",
+        "variables_docs.py",
+    ],
 )
 def test_generated_files_match_their_sources(script_name: str) -> None:
     script = ROOT / "dev" / script_name

@@ -143,6 +143,11 @@
 {{- if and $server.cpuLimitSeconds (ne $isolation "process") }}
 - {{ .place }}.server.cpuLimitSeconds: needs isolation process, got {{ $isolation }}; set {{ .place }}.server.isolation=process, or remove cpuLimitSeconds
 {{- end }}
+{{- range $name := list "requireSandbox" "noNetwork" }}
+{{- if and (get $server $name) (eq $isolation "inline") }}
+- {{ $.place }}.server.{{ $name }}: needs isolation pool or process, got {{ $isolation }}; set {{ $.place }}.server.isolation, or remove {{ $name }}
+{{- end }}
+{{- end }}
 {{- end }}
 
 {{- define "ludus.problems.scaling" -}}

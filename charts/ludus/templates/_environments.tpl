@@ -36,9 +36,13 @@
 
 {{/* The server's command-line arguments, in the order of its --help. Arguments: environment. */}}
 {{- define "ludus.serverArguments" -}}
-{{- $flags := dict "isolation" "isolation" "numWorkers" "num-workers" "numThreads" "num-threads" "stepTimeoutSeconds" "step-timeout-s" "idleTimeoutSeconds" "idle-timeout-s" "memoryLimitMiB" "memory-limit-mb" "cpuLimitSeconds" "cpu-limit-s" "acceptMissing" "accept-missing" -}}
+{{- $flags := dict "isolation" "isolation" "numWorkers" "num-workers" "numThreads" "num-threads" "stepTimeoutSeconds" "step-timeout-s" "idleTimeoutSeconds" "idle-timeout-s" "memoryLimitMiB" "memory-limit-mb" "cpuLimitSeconds" "cpu-limit-s" "acceptMissing" "accept-missing" "deterministic" "deterministic" "requireSandbox" "require-sandbox" "noNetwork" "no-network" -}}
 {{- range $key, $value := .server }}
-{{- if not (kindIs "invalid" $value) }}
+{{- if kindIs "bool" $value }}
+{{- if $value }}
+- {{ printf "--%s" (get $flags $key) | quote }}
+{{- end }}
+{{- else if not (kindIs "invalid" $value) }}
 {{- range $element := kindIs "slice" $value | ternary $value (list $value) }}
 - {{ printf "--%s=%v" (get $flags $key) $element | quote }}
 {{- end }}

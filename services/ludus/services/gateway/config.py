@@ -42,7 +42,9 @@ _NAME_PATTERN = r"^[A-Za-z0-9._-]{1,63}$"
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     _expand_home = field_validator("*")(expand_home)
 
@@ -77,10 +79,11 @@ class SubprocessEnvironment(_Section):
     options: JsonObject = Field(default_factory=dict)
     """Options for the environment's constructor."""
     num_servers: Annotated[int, Field(ge=1, le=256)] = 1
+    """Number of servers."""
     max_sessions: Annotated[int, Field(ge=1)] = 256
     """Maximum number of sessions per server."""
     isolation: Isolation | None = None
-    """Isolation of a server's sessions; None chooses it for the environment."""
+    """Isolation of a server's sessions. Default: chosen for the environment."""
     arguments: tuple[str, ...] = ()
     """Additional arguments for each server, for example ["--idle-timeout-s", "60"]."""
 
@@ -90,7 +93,9 @@ class KubernetesEnvironment(_Section):
 
     kind: Literal["kubernetes"] = "kubernetes"
     service: Annotated[str, Field(min_length=1, max_length=63)]
+    """Name of the Service."""
     namespace: Annotated[str, Field(min_length=1, max_length=63)]
+    """Namespace of the Service."""
     lease: str = Field(default="", max_length=63)
     """Name of this environment's Lease. The gateway that holds it annotates pods so that a scale-in
     removes the pods with the fewest sessions first. Empty disables the annotations."""
@@ -103,6 +108,7 @@ class SandboxEnvironment(_Section):
     warm_pool: Annotated[str, Field(min_length=1, max_length=63)]
     """The SandboxWarmPool that sandboxes are claimed from."""
     namespace: Annotated[str, Field(min_length=1, max_length=63)]
+    """Namespace of the pool and of the sandboxes."""
     grpc_port: Annotated[int, Field(ge=1, le=65_535)] = 18_000
     """gRPC port of the server in a sandbox."""
 
@@ -128,6 +134,7 @@ class SessionsSection(_Section):
     queue_timeout_s: Annotated[float, Field(ge=0)] = 30.0
     """Maximum time that an open waits for a free session, in seconds; 0 refuses immediately."""
     max_group_size: Annotated[int, Field(ge=1)] = 1024
+    """Maximum number of sessions that one call opens together."""
 
 
 class ServersSection(_Section):
@@ -152,11 +159,14 @@ class ServersSection(_Section):
     """Name in the servers' certificates, if it differs from the host in their addresses, as it does
     for pods. Empty means the host."""
     poll_interval_s: _Seconds = 1.0
+    """Mean time between two requests for the state of a server, in seconds. The time is shorter
+    while opens wait, and longer in a large fleet."""
     unreachable_after_s: _Seconds = 3.0
     """Seconds without a response after which a server gets no new sessions."""
     retry_within_s: _Seconds = 5.0
     """Maximum time that a call waits for a broken connection, in seconds."""
     call_timeout_s: _Seconds = 600.0
+    """Maximum duration of one call, in seconds."""
 
     @model_validator(mode="after")
     def _check_certificate_pair(self) -> ServersSection:
@@ -194,17 +204,19 @@ class GatewayConfig(_Section):
     """Complete configuration of a gateway."""
 
     environments: dict[Annotated[str, Field(pattern=_NAME_PATTERN)], EnvironmentSection]
+    """Environments by name. A name has up to 63 letters, digits, '.', '_' and '-'."""
     host: str = "127.0.0.1"
+    """Address to listen on."""
     allow_host: tuple[str, ...] = ()
     """Host names that requests may have when the gateway listens on loopback, in addition to
     localhost, 127.0.0.1 and [::1]."""
     port: _Port = 8000
     """Port for HTTP and WebSocket; 0 selects a free port."""
     grpc_port: _Port | None = None
-    """Port for gRPC. None means port + 10000, or a free port if `port` is 0."""
+    """Port for gRPC. Default: port + 10000, or a free port if `port` is 0."""
     admin_port: _Port | None = None
     """Port for probes, /drain and /metrics over HTTP, without token or TLS. Only the cluster should
-    be able to reach it. 0 selects a free port; None disables it."""
+    be able to reach it. 0 selects a free port. Default: no admin port."""
     insecure: bool = False
     """Allow other machines to connect without a token."""
     token_env: str = "LUDUS_GATEWAY_TOKEN"
@@ -225,7 +237,8 @@ class GatewayConfig(_Section):
     drain_grace_s: _Seconds = 600.0
     """Maximum time that a stopping gateway waits for its sessions, in seconds."""
     tls: TlsFiles | None = None
-    """PEM files for TLS; they may be replaced while the gateway runs."""
+    """PEM files for TLS: cert, key and optionally client_ca, the authorities of client
+    certificates. The files may be replaced while the gateway runs."""
     sessions: SessionsSection = SessionsSection()
     servers: ServersSection = ServersSection()
 
