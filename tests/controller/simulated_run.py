@@ -185,6 +185,7 @@ class SimulatedSlot:
     workers: SimulatedWorkers
     release: Callable[[], None]
     max_groups: int = 1
+    worker_number: int = 0
 
     async def play(self, specs: Sequence[GroupSpec]) -> list[Refusal]:
         """Play the slot's group."""

@@ -20,8 +20,10 @@ from ludus.proto.runs import (
     MetricsRow,
     Phase,
     read_metrics,
+    read_traces,
     read_transcripts,
 )
+from ludus.trainer.driver.loops.step_values import StepTimes, make_trace
 from ludus.trainer.run import lifecycle
 from ludus.trainer.run.lifecycle import RunFolder, ensure_run_id
 from ludus.trainer.run.metrics_writer import MetricsWriter
@@ -220,6 +222,17 @@ def test_run_folder_in_use_is_not_changed(tmp_path: Path, overwrite: bool) -> No
     assert '"tensorboard": false' in (folder.path / "config.json").read_text()
     folder.close()
     RunFolder.create(make_config(tmp_path), overwrite=True).close()
+
+
+def test_rewind_removes_traces_of_later_steps(tmp_path: Path) -> None:
+    run = make_config(tmp_path)
+    with open_metrics(run) as metrics:
+        for step in (1, 2, 3):
+            metrics.log_trace(make_trace(step, StepTimes(wait_s=1.0), []))
+        metrics.rewind(2)
+        metrics.log_trace(make_trace(3, StepTimes(wait_s=5.0), []))
+    traces = [(trace.step, trace.wait_s) for trace in read_traces(run.folder)]
+    assert traces == [(1, 1.0), (2, 1.0), (3, 5.0)]
 
 
 def test_rewind_removes_transcripts_of_later_steps(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import math
 import pytest
 
 from ludus.proto.metrics import TrainMetric
+from ludus.proto.runs import DeliverySpan
 from ludus.trainer.core.types import Rollout, RolloutGroup, RolloutStatus, ScoredTerm
 from ludus.trainer.data.buffer import TakenBatch, summarize
 from ludus.trainer.data.counts import RolloutCounts, TermSum, count_group, sum_counts
@@ -15,7 +16,12 @@ from ludus.trainer.driver.loops.step_values import StepTimes, compute_step_value
 from ludus.trainer.learner.step_metrics import StepMetrics
 
 STEP_TIMES = StepTimes(
-    wait_s=0.5, train_s=1.0, publish_s=0.5, deliver_s=0.25, rollout_idle_s=0.125, sync_bytes=640
+    wait_s=0.5,
+    train_s=1.0,
+    publish_s=0.5,
+    deliveries=(DeliverySpan(version=3, start_s=10.0, end_s=10.25),),
+    rollout_idle_s=0.125,
+    sync_bytes=640,
 )
 LEARNER_METRICS = StepMetrics(
     loss=0.25,

@@ -6,6 +6,7 @@ runs/<name>/
     metrics.jsonl    one MetricsRow per line, in chronological order
     transcripts.jsonl  one Transcript per line: episodes that were trained on
     samples.jsonl    one Transcript per line: the same held-back episodes before and after training
+    trace.jsonl      one StepTrace per training step: when learner, weights and workers were busy
     summary.json     Summary, or SftSummary
     eval.json        Evaluation, written by `ludus eval`
     chart.json       PolicyChart, if an environment has a policy chart
@@ -28,13 +29,14 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 
 CONFIG_FILE = "config.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 METRICS_FILE = "metrics.jsonl"
 TRANSCRIPTS_FILE = "transcripts.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+TRACE_FILE = "trace.jsonl"
 SUMMARY_FILE = "summary.json"
 EVAL_FILE = "eval.json"
 CHART_FILE = "chart.json"
@@ -206,6 +208,64 @@ class Transcript(_Record):
     """Turns of the episode. Empty if it failed before its first turn or exceeded its time."""
     num_turns_left_out: int = 0
     """Number of further turns, which are not recorded."""
+
+
+Seconds = Annotated[float, AfterValidator(lambda value: round(value, 3))]
+"""Time in seconds, rounded to milliseconds."""
+
+
+class Span(_Record):
+    """A period of Unix time."""
+
+    start_s: Seconds
+    end_s: Seconds
+
+    @property
+    def duration_s(self) -> float:
+        """Length of the period."""
+        return self.end_s - self.start_s
+
+
+class PlaySpan(Span):
+    """The period in which a worker played groups of one call."""
+
+    worker: int
+    num_groups: int
+    num_refused: int = 0
+    """Number of these groups that are not trained on and are replaced."""
+
+
+class DeliverySpan(Span):
+    """The period in which all workers loaded a version of the weights."""
+
+    version: int
+
+
+class StepTrace(_Record):
+    """One line of trace.jsonl: a training step, and what ended since the step before."""
+
+    step: int
+    end_s: Seconds
+    """End of the step, in Unix time."""
+    wait_s: Seconds
+    """Time for which the learner waited for the batch, at the start of the step."""
+    train_s: Seconds
+    """Time of training, after the wait."""
+    publish_s: Seconds
+    """Time of publishing the new weights, after training."""
+    plays: tuple[PlaySpan, ...] = ()
+    """Calls of workers, of which the longest are kept if there are many."""
+    deliveries: tuple[DeliverySpan, ...] = ()
+
+    @property
+    def start_s(self) -> float:
+        """Start of the step, in Unix time."""
+        return self.end_s - self.wait_s - self.train_s - self.publish_s
+
+    @property
+    def duration_s(self) -> float:
+        """Length of the step."""
+        return self.end_s - self.start_s
 
 
 class PolicyResult(_Record):
@@ -404,6 +464,11 @@ def read_transcripts(run_dir: Path) -> list[Transcript]:
 def read_samples(run_dir: Path) -> list[Transcript]:
     """Return the records of a run's samples.jsonl, without an incomplete last line."""
     return _read_lines(run_dir / SAMPLES_FILE, Transcript)
+
+
+def read_traces(run_dir: Path) -> list[StepTrace]:
+    """Return the records of a run's trace.jsonl, without an incomplete last line."""
+    return _read_lines(run_dir / TRACE_FILE, StepTrace)
 
 
 def _read_lines(path: Path, record_type: type[RecordT]) -> list[RecordT]:

@@ -21,12 +21,13 @@ from ludus.proto.runs import (
     INITIAL_MODEL_FOLDER,
     METRICS_FILE,
     SAMPLES_FILE,
+    TRACE_FILE,
     TRANSCRIPTS_FILE,
 )
 from ludus.services.cli.new_folder import write_new_folder
 from ludus.services.cli.run_names import list_checkpoints, parse_step, split_run_step
 
-_RECORDS = (METRICS_FILE, TRANSCRIPTS_FILE, SAMPLES_FILE)
+_RECORDS = (METRICS_FILE, TRANSCRIPTS_FILE, SAMPLES_FILE, TRACE_FILE)
 
 
 @dataclass(frozen=True, slots=True)

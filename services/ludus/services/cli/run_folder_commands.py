@@ -66,6 +66,14 @@ def report(
             callback=expand_home,
         ),
     ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Training step that the report shows in detail: who waited for whom.",
+            show_default="a typical one and the longest",
+        ),
+    ] = None,
     opens_file: Annotated[
         bool, typer.Option("--open", help="Open the written file in the browser.")
     ] = False,
@@ -85,14 +93,15 @@ def report(
     for folder in map(find_run_folder, runs):
         folders.setdefault(folder.resolve(), folder)
     run_dirs = list(folders.values())
-    if figure and len(run_dirs) > 1:
-        raise ConfigError(f"--figure shows one run, got {len(run_dirs)}; name one run")
+    for option in ("--figure",) * (figure is not None) + ("--step",) * (step is not None):
+        if len(run_dirs) > 1:
+            raise ConfigError(f"{option} shows one run, got {len(run_dirs)}; name one run")
     if figure:
         path = write_figure(run_dirs[0], figure)
     elif len(run_dirs) > 1:
         path = write_comparison(run_dirs, output)
     else:
-        path = write_report(run_dirs[0], output)
+        path = write_report(run_dirs[0], output, step)
     print_line(get_stdout(), str(path))
     if opens_file:
         webbrowser.open(path.resolve().as_uri())

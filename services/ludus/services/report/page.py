@@ -16,6 +16,7 @@ from ludus.services.report.files import render_template, write_atomically
 from ludus.services.report.line_chart import Frame, LineChart, Scale, pad_range
 from ludus.services.report.policy_grid import count_agreements, make_legend_colors, split_panels
 from ludus.services.report.run_files import RunFiles, load_run_files
+from ludus.services.report.step_trace import make_step_charts
 
 NUM_TRANSCRIPTS = 3
 """Number of first transcripts, and of last transcripts, that the page shows per environment."""
@@ -28,15 +29,18 @@ _FIGURE_FRAME = Frame(
 )
 
 
-def write_report(run_dir: Path, output: Path | None = None) -> Path:
+def write_report(run_dir: Path, output: Path | None = None, step: int | None = None) -> Path:
     """Write the report to `output`, by default into the run folder; return its path.
 
+    Args:
+        step: training step whose trace is shown. Default: a typical one and the longest one.
+
     Raises:
-        NotFoundError: the folder contains no run.
+        NotFoundError: the folder contains no run, or no trace of the step.
         ConfigError: the file cannot be written.
     """
     run = load_run_files(run_dir)
-    return write_atomically(output or run_dir / REPORT_FILE, _render_page(run))
+    return write_atomically(output or run_dir / REPORT_FILE, _render_page(run, step))
 
 
 def write_figure(run_dir: Path, path: Path) -> Path:
@@ -52,7 +56,7 @@ def write_figure(run_dir: Path, path: Path) -> Path:
     return write_atomically(path, _render_figure(load_run_files(run_dir)))
 
 
-def _render_page(run: RunFiles) -> str:
+def _render_page(run: RunFiles, step: int | None) -> str:
     summary = run.summary
     results = summary.results if summary else {}
     return _render(
@@ -68,6 +72,8 @@ def _render_page(run: RunFiles) -> str:
             name: curves.make_environment_charts(run, name) for name in run.environments
         },
         mean_window=curves.MEAN_WINDOW,
+        step_charts=make_step_charts(run.traces, step),
+        chosen_step=step,
         transcripts={
             name: transcripts
             for name in run.environments

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,16 +24,19 @@ from ludus.proto.runs import (
     METRICS_FILE,
     SAMPLES_FILE,
     SUMMARY_FILE,
+    TRACE_FILE,
     TRANSCRIPTS_FILE,
     MetricsRow,
     Phase,
     PolicyChart,
     RowKind,
     SftSummary,
+    StepTrace,
     Summary,
     Transcript,
     read_metrics,
     read_samples,
+    read_traces,
     read_transcripts,
 )
 from ludus.services.display import format_policy_name
@@ -57,6 +60,8 @@ class RunFiles:
     samples: list[Transcript]
     """Evaluation episodes before and after training."""
     notices: list[str]
+    traces: list[StepTrace] = field(default_factory=list)
+    """Traces of the training steps of a language model."""
 
     @property
     def name(self) -> str:
@@ -166,7 +171,17 @@ def load_run_files(run_dir: Path) -> RunFiles:
         )
         summary = sft_summary = None
     transcripts = read_file(TRANSCRIPTS_FILE, lambda: read_transcripts(run_dir)) or []
+    traces = read_file(TRACE_FILE, lambda: read_traces(run_dir)) or []
     samples = read_file(SAMPLES_FILE, lambda: read_samples(run_dir)) or []
     return RunFiles(
-        run_dir, config, summary, sft_summary, chart, metrics, transcripts, samples, notices
+        run_dir,
+        config,
+        summary,
+        sft_summary,
+        chart,
+        metrics,
+        transcripts,
+        samples,
+        notices,
+        traces,
     )

@@ -40,6 +40,10 @@ class Slot(Protocol):
     max_groups: int
     """Maximum number of groups that may be played in the slot, at least 1."""
 
+    @property
+    def worker_number(self) -> int:
+        """Number of the worker."""
+
     async def play(self, specs: Sequence[GroupSpec]) -> list[Refusal]:
         """Play groups, send them to the buffer, and return the groups that must be replaced.
 

@@ -57,6 +57,10 @@ class WorkerSlot(Slot):
     roster: Roster
     buffer: RemoteBuffer
 
+    @property
+    def worker_number(self) -> int:
+        return self.worker.number
+
     async def play(self, specs: Sequence[GroupSpec]) -> list[Refusal]:
         """See Slot.play.
 

@@ -18,15 +18,18 @@ from ludus.proto.metrics import EvalMetric, TrainMetric
 from ludus.proto.runs import (
     METRICS_FILE,
     SAMPLES_FILE,
+    TRACE_FILE,
     TRANSCRIPTS_FILE,
     EvalReport,
     MetricsRow,
     Phase,
     PolicyResult,
     RowKind,
+    StepTrace,
     Transcript,
     WorkerWeightsRow,
     read_metrics,
+    read_traces,
     read_transcripts,
 )
 from ludus.trainer.core.output import warn_user, write_atomically
@@ -119,6 +122,11 @@ class MetricsWriter:
             self._append_row(
                 "environment", step, environment_values, num_games_trained, environment=name
             )
+
+    def log_trace(self, trace: StepTrace) -> None:
+        """Write when learner, weights and workers were busy in a training step."""
+        with (self._path / TRACE_FILE).open("a", encoding="utf-8") as file:
+            file.write(trace.model_dump_json(exclude_defaults=True) + "\n")
 
     def log_transcripts(
         self, step: int, transcripts: Iterable[Transcript]
@@ -229,7 +237,7 @@ class MetricsWriter:
 
 
 def _drop_later_rows(path: Path, step: int) -> tuple[list[MetricsRow], int]:
-    """Drop the rows and transcripts after `step`; return the other rows, and the last step."""
+    """Drop the records after `step`; return the other rows of metrics, and the last step."""
     all_rows = read_metrics(path)
     rows = [row for row in all_rows if row.step <= step]
     last_step = max((row.step for row in all_rows if row.kind == "train"), default=0)
@@ -238,6 +246,9 @@ def _drop_later_rows(path: Path, step: int) -> tuple[list[MetricsRow], int]:
     transcripts = read_transcripts(path)
     lines = [text.model_dump_json() + "\n" for text in transcripts if text.step <= step]
     write_atomically(path / TRANSCRIPTS_FILE, "".join(lines))
+    traces = [trace for trace in read_traces(path) if trace.step <= step]
+    lines = [trace.model_dump_json(exclude_defaults=True) + "\n" for trace in traces]
+    write_atomically(path / TRACE_FILE, "".join(lines))
     return rows, last_step
 
 

@@ -58,19 +58,23 @@ from typing import Any
 
 from ludus.proto.errors import LearnerLostError
 from ludus.proto.metrics import TrainMetric
-from ludus.proto.runs import EvalReport, Phase
+from ludus.proto.runs import DeliverySpan, EvalReport, Phase
 from ludus.trainer.core.output import warn_user
 from ludus.trainer.core.stopping import StopRequest, check_skipped_updates
 from ludus.trainer.core.tasks import CancellingTaskGroup, wait_for_first
 from ludus.trainer.data.buffer import TakenBatch
-from ludus.trainer.data.counts import sum_counts
 from ludus.trainer.data.mixture import Mixture
 from ludus.trainer.data.progress import ProgressMonitor
 from ludus.trainer.driver.loops.checkpointing import Checkpointing
 from ludus.trainer.driver.loops.components import Components
 from ludus.trainer.driver.loops.delivery import Delivery
 from ludus.trainer.driver.loops.sampling import SamplingLoop
-from ludus.trainer.driver.loops.step_values import StepTimes, compute_step_values
+from ludus.trainer.driver.loops.step_values import (
+    StepTimes,
+    compute_step_values,
+    count_batch,
+    make_trace,
+)
 from ludus.trainer.driver.loops.step_warnings import StepWarnings
 from ludus.trainer.driver.loops.steps import Step, StepGate
 from ludus.trainer.learner.abandonment import AbandonedStep
@@ -130,8 +134,8 @@ class Controller:
         """True if the run stopped in the middle of a step."""
         self._is_state_lost = False
         """True if the learner's state is useless, because a step was abandoned without a copy."""
-        self._delivery_duration_s = 0.0
-        """Duration of the deliveries that finished since the last step."""
+        self._deliveries: list[DeliverySpan] = []
+        """Deliveries that finished since the last step."""
         self._warnings = StepWarnings(components.run)
         self._num_recorded_breaches = 0
         """Number of failed canary checks that `state` already counts."""
@@ -324,24 +328,18 @@ class Controller:
         assert step.metrics is not None
         self._step = None
         state, batch, metrics = self.state, step.batch, self.components.metrics
-        counts = sum_counts(batch.counts.values())
-        state.games_trained += sum(group.num_scored for group in batch.groups)
-        state.games_played += counts.num_episodes
-        state.episodes_lost += counts.num_lost
-        state.episodes_failed += counts.num_failed
-        state.num_groups_rolled_back += counts.num_rolled_back_groups
-        staleness = [group.staleness for group in batch.groups]
-        state.max_staleness_seen = max(state.max_staleness_seen, *staleness)
+        count_batch(state, batch)
         self._mixture.start_step()
         new_environment = self._mixture.observe(batch.counts)
-        deliver_s, self._delivery_duration_s = self._delivery_duration_s, 0.0
+        deliveries, self._deliveries = self._deliveries, []
         idle_s = self.sampling.take_idle_s()
-        times = replace(step.times, deliver_s=deliver_s, rollout_idle_s=idle_s)
+        times = replace(step.times, deliveries=tuple(deliveries), rollout_idle_s=idle_s)
         run_values, environment_values = compute_step_values(
             batch, step.metrics, times, state.canary_max_error, self._mixture.num_open
         )
         self._warnings.observe(state.step, batch)
         metrics.log_step(state.step, state.games_trained, run_values, environment_values)
+        metrics.log_trace(make_trace(state.step, times, self.sampling.take_plays()))
         if new_environment is not None:
             _log.info("step %d: the curriculum opens environment '%s'", state.step, new_environment)
             metrics.log_event(
@@ -368,13 +366,14 @@ class Controller:
             "metrics.jsonl",
         )
 
-    async def _record_delivery(self, version: int, duration_s: float, max_error: float) -> None:
+    async def _record_delivery(self, delivery: DeliverySpan, max_error: float) -> None:
         self.state.weight_syncs += 1
         self.state.canary_max_error = max(self.state.canary_max_error, max_error)
-        self._delivery_duration_s += duration_s
+        self._deliveries.append(delivery)
         self._record_breaches()
-        self.components.metrics.log_delivery(version, self.components.workers.weights_by_worker)
-        await self.sampling.set_delivered_version(version)
+        weights = self.components.workers.weights_by_worker
+        self.components.metrics.log_delivery(delivery.version, weights)
+        await self.sampling.set_delivered_version(delivery.version)
 
     def _record_breaches(self) -> None:
         """Record the canary checks that failed since the last call."""

@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 from ludus.proto.errors import CanaryError, WeightSyncError
+from ludus.proto.runs import DeliverySpan
 from ludus.trainer.actors.processes import Learners, Workers
 from ludus.trainer.core.interfaces import PublishedWeights
 from ludus.trainer.core.tasks import CancellingTaskGroup
@@ -30,8 +31,8 @@ class Delivery:
 
     Args:
         timeout_s: time limit of a publication and of a delivery.
-        on_delivered: called after each delivery with the version, the duration in seconds, and the
-            largest difference between the canary log-probs of a worker and the learner's.
+        on_delivered: called after each delivery with its version and period, and the largest
+            difference between the canary log-probs of a worker and the learner's.
     """
 
     grace_s = 10.0
@@ -43,7 +44,7 @@ class Delivery:
         workers: Workers,
         canary: Sequence[ScoringRequest],
         timeout_s: float,
-        on_delivered: Callable[[int, float, float], Awaitable[None]],
+        on_delivered: Callable[[DeliverySpan, float], Awaitable[None]],
     ) -> None:
         self._learners = learners
         self._workers = workers
@@ -72,7 +73,7 @@ class Delivery:
             await asyncio.shield(self._delivery_task)
 
     async def _deliver(self, published_weights: PublishedWeights) -> None:
-        start_s = time.monotonic()
+        start_s = time.time()
         try:
             loaded_weights = await self._workers.load_weights(published_weights, self._timeout_s)
         except CanaryError:
@@ -83,6 +84,8 @@ class Delivery:
                 async with asyncio.timeout(self.grace_s):
                     await self._learners.ping()
             raise
-        duration_s = time.monotonic() - start_s
+        delivery = DeliverySpan(
+            version=published_weights.manifest.version, start_s=start_s, end_s=time.time()
+        )
         max_error = max((weights.canary.error for weights in loaded_weights), default=0.0)
-        await self._on_delivered(published_weights.manifest.version, duration_s, max_error)
+        await self._on_delivered(delivery, max_error)

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 
 from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import BufferLostError
+from ludus.proto.runs import PlaySpan
 from ludus.trainer.actors.processes import Buffer, Slot, Workers
 from ludus.trainer.core.tasks import CancellingTaskGroup
 from ludus.trainer.core.types import GroupSpec
@@ -54,6 +55,8 @@ class SamplingLoop:
         self._playing_groups: dict[int, GroupSpec] = {}
         """Groups being played and not yet replaced, by index."""
         self._change_condition = asyncio.Condition()
+        self._plays: list[PlaySpan] = []
+        """Calls of workers that ended since the last step."""
         self._idle_s = 0.0
         self._idle_since_s: float | None = time.monotonic()
 
@@ -123,6 +126,11 @@ class SamplingLoop:
         idle_s, self._idle_s = self._idle_s, 0.0
         return idle_s
 
+    def take_plays(self) -> list[PlaySpan]:
+        """Return the calls of workers that ended since the last call of this method."""
+        plays, self._plays = self._plays, []
+        return plays
+
     @property
     def _capacity(self) -> int:
         if self._delivered_version is None:
@@ -143,7 +151,16 @@ class SamplingLoop:
         return specs
 
     async def _play(self, slot: Slot, specs: Sequence[GroupSpec]) -> None:
+        start_s = time.time()
         refusals = await slot.play(specs)
+        play = PlaySpan(
+            worker=slot.worker_number,
+            num_groups=len(specs),
+            num_refused=len(refusals),
+            start_s=start_s,
+            end_s=time.time(),
+        )
+        self._plays.append(play)
         async with self._change_condition:
             self._replace_refused_groups(refusals)
             for spec in specs:

@@ -1,4 +1,4 @@
-"""The values of a training step for metrics.jsonl, computed from its results.
+"""The values of a training step for metrics.jsonl and trace.jsonl, computed from its results.
 
 counts by environment --> values by environment --combine_metrics--> values of the run --+
 StepMetrics, StepTimes, canary --------------------------------------------------------+--> row
@@ -9,14 +9,19 @@ StepMetrics, StepTimes, canary -------------------------------------------------
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ludus.proto.metrics import REWARD_TERM_PREFIX, TrainMetric, combine_metrics
+from ludus.proto.runs import DeliverySpan, PlaySpan, StepTrace
 from ludus.trainer.data.buffer import TakenBatch
-from ludus.trainer.data.counts import RolloutCounts
+from ludus.trainer.data.counts import RolloutCounts, sum_counts
 from ludus.trainer.learner.step_metrics import StepMetrics
+from ludus.trainer.run.checkpoint import RunState
 
+_MAX_PLAYS = 1_000
+"""Maximum number of calls of workers in the trace of a step."""
 _LEARNER_METRICS = [name for name in StepMetrics.__match_args__ if name in set(TrainMetric)]
 """Metrics that are fields of StepMetrics with the same names."""
 
@@ -31,18 +36,48 @@ class StepTimes:
     """Time in the learner."""
     publish_s: float = 0.0
     """Time from the last update until workers could fetch its weights. The learner is idle."""
-    deliver_s: float = 0.0
-    """Duration of the deliveries that finished since the last step. The next step runs during a
-    delivery."""
+    deliveries: tuple[DeliverySpan, ...] = ()
+    """Deliveries that finished since the last step. The next step runs during a delivery."""
     rollout_idle_s: float = 0.0
     """Time in which no group was played, because the staleness limit admitted none."""
     sync_bytes: int = 0
     """Size of the published weights."""
 
     @property
+    def deliver_s(self) -> float:
+        """Duration of the deliveries."""
+        return sum(delivery.duration_s for delivery in self.deliveries)
+
+    @property
     def total_s(self) -> float:
         """Duration of the step."""
         return self.wait_s + self.train_s + self.publish_s
+
+
+def count_batch(state: RunState, batch: TakenBatch) -> None:
+    """Add a trained batch to the counts of the run."""
+    counts = sum_counts(batch.counts.values())
+    state.games_trained += sum(group.num_scored for group in batch.groups)
+    state.games_played += counts.num_episodes
+    state.episodes_lost += counts.num_lost
+    state.episodes_failed += counts.num_failed
+    state.num_groups_rolled_back += counts.num_rolled_back_groups
+    staleness = [group.staleness for group in batch.groups]
+    state.max_staleness_seen = max(state.max_staleness_seen, *staleness)
+
+
+def make_trace(step: int, times: StepTimes, plays: Sequence[PlaySpan]) -> StepTrace:
+    """Return the trace of a step that ends now."""
+    longest_plays = sorted(plays, key=lambda play: play.duration_s)[-_MAX_PLAYS:]
+    return StepTrace(
+        step=step,
+        end_s=time.time(),
+        wait_s=times.wait_s,
+        train_s=times.train_s,
+        publish_s=times.publish_s,
+        plays=tuple(sorted(longest_plays, key=lambda play: play.start_s)),
+        deliveries=times.deliveries,
+    )
 
 
 def compute_step_values(
