@@ -44,6 +44,16 @@ if TYPE_CHECKING:
 POLL_INTERVAL_S = 0.5
 
 
+StepOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Training step that the report shows in detail: who waited for whom.",
+        show_default="a typical one and the longest",
+    ),
+]
+
+
 def report(
     runs: Annotated[
         list[str],
@@ -66,14 +76,7 @@ def report(
             callback=expand_home,
         ),
     ] = None,
-    step: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Training step that the report shows in detail: who waited for whom.",
-            show_default="a typical one and the longest",
-        ),
-    ] = None,
+    step: StepOption = None,
     opens_file: Annotated[
         bool, typer.Option("--open", help="Open the written file in the browser.")
     ] = False,
@@ -89,13 +92,10 @@ def report(
     """
     from ludus.services.report import write_comparison, write_figure, write_report
 
-    folders: dict[Path, Path] = {}
-    for folder in map(find_run_folder, runs):
-        folders.setdefault(folder.resolve(), folder)
-    run_dirs = list(folders.values())
-    for option in ("--figure",) * (figure is not None) + ("--step",) * (step is not None):
-        if len(run_dirs) > 1:
-            raise ConfigError(f"{option} shows one run, got {len(run_dirs)}; name one run")
+    run_dirs = _find_different_folders(runs)
+    if len(run_dirs) > 1 and (figure or step is not None):
+        option = "--figure" if figure else "--step"
+        raise ConfigError(f"{option} shows one run, got {len(run_dirs)}; name one run")
     if figure:
         path = write_figure(run_dirs[0], figure)
     elif len(run_dirs) > 1:
@@ -105,6 +105,14 @@ def report(
     print_line(get_stdout(), str(path))
     if opens_file:
         webbrowser.open(path.resolve().as_uri())
+
+
+def _find_different_folders(runs: Sequence[str]) -> list[Path]:
+    """Return the folders of runs, each folder once."""
+    folders: dict[Path, Path] = {}
+    for folder in map(find_run_folder, runs):
+        folders.setdefault(folder.resolve(), folder)
+    return list(folders.values())
 
 
 def scale(

@@ -133,24 +133,8 @@ def load_run_files(run_dir: Path) -> RunFiles:
     if not any((run_dir / name).is_file() for name in file_names):
         names = ", ".join(file_names)
         raise NotFoundError(f"'{run_dir}' is not a run folder: it has none of {names}")
-    notices: list[str] = []
-
-    def read_file(file_name: str, parse_file: Callable[[], ValueT]) -> ValueT | None:
-        try:
-            return parse_file()
-        except FileNotFoundError:
-            notices.append(f"{file_name} is missing.")
-        except ValidationError as error:
-            first_error = error.errors()[0]
-            field_path = ".".join(str(key) for key in first_error["loc"]) or "the file"
-            notices.append(f"{file_name} cannot be read: {field_path}: {first_error['msg']}.")
-        except OSError as error:
-            notices.append(f"{file_name} cannot be read: {error.strerror}.")
-        return None
-
-    def parse_json(file_name: str, parse_file: Callable[[bytes], ValueT]) -> ValueT | None:
-        return read_file(file_name, lambda: parse_file((run_dir / file_name).read_bytes()))
-
+    reader = _FileReader(run_dir)
+    parse_json, read_file = reader.parse_json, reader.read_file
     config = parse_json(CONFIG_FILE, validate_recorded_run_json)
     summary = sft_summary = None
     if isinstance(config, SftRun):
@@ -165,7 +149,7 @@ def load_run_files(run_dir: Path) -> RunFiles:
     last_step = max((row.step for row in metrics if row.kind == "train"), default=0)
     any_summary = summary or sft_summary
     if any_summary is not None and any_summary.num_steps < last_step:
-        notices.append(
+        reader.notices.append(
             f"{SUMMARY_FILE} is of step {any_summary.num_steps:,}, before the run was resumed, and "
             "is left out."
         )
@@ -182,6 +166,33 @@ def load_run_files(run_dir: Path) -> RunFiles:
         metrics,
         transcripts,
         samples,
-        notices,
+        reader.notices,
         traces,
     )
+
+
+@dataclass(slots=True)
+class _FileReader:
+    """Reads the files of a run folder, and collects notices about those that it cannot read."""
+
+    run_dir: Path
+    notices: list[str] = field(default_factory=list)
+
+    def parse_json(self, file_name: str, parse: Callable[[bytes], ValueT]) -> ValueT | None:
+        """Return the parsed content of a file, or None with a notice."""
+        return self.read_file(file_name, lambda: parse((self.run_dir / file_name).read_bytes()))
+
+    def read_file(self, file_name: str, read: Callable[[], ValueT]) -> ValueT | None:
+        """Return the result of `read`, which reads the file, or None with a notice."""
+        try:
+            return read()
+        except FileNotFoundError:
+            self.notices.append(f"{file_name} is missing.")
+        except ValidationError as error:
+            first_error = error.errors()[0]
+            field_path = ".".join(str(key) for key in first_error["loc"]) or "the file"
+            message = f"{file_name} cannot be read: {field_path}: {first_error['msg']}."
+            self.notices.append(message)
+        except OSError as error:
+            self.notices.append(f"{file_name} cannot be read: {error.strerror}.")
+        return None

@@ -43,8 +43,8 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """What the learner, the weights or a worker did in the step."""
+class ChartRow:
+    """A row of the chart: what the learner, the weights or a worker did in the step."""
 
     name: str
     y: float
@@ -102,12 +102,12 @@ class StepChart:
         offsets = choose_ticks(0.0, self.scale.high - self.scale.low, _NUM_TICKS)
         return [(self.scale(self.trace.start_s + offset), f"{offset:g} s") for offset in offsets]
 
-    def make_rows(self) -> list[Row]:
+    def make_rows(self) -> list[ChartRow]:
         """Return the rows of the chart, from top to bottom."""
         y_positions = (_MARGIN_TOP + _ROW_DISTANCE * index for index in itertools.count())
         rows = [
-            Row("learner", next(y_positions), bars=self._make_learner_bars()),
-            Row("weights", next(y_positions), bars=self._make_delivery_bars()),
+            ChartRow("learner", next(y_positions), bars=self._make_learner_bars()),
+            ChartRow("weights", next(y_positions), bars=self._make_delivery_bars()),
         ]
         counts_by_worker = {worker: self._count(worker) for worker in self.workers}
         peaks = {
@@ -117,7 +117,7 @@ class StepChart:
             y, name = next(y_positions), f"worker {worker}"
             tooltip = f"{name}: up to {peaks[worker]} groups at a time"
             polygon = self._format_area(counts, y, max(*peaks.values(), 1))
-            rows.append(Row(name, y, polygon=polygon, tooltip=tooltip))
+            rows.append(ChartRow(name, y, polygon=polygon, tooltip=tooltip))
         return rows
 
     def _make_learner_bars(self) -> list[Bar]:

@@ -82,6 +82,8 @@ class Stream(IntEnum):
     """Actions of a network in an evaluation. Counter: step."""
     RANDOM_ACTIONS = 44
     """Actions of the random policy that a network is compared with. Counter: step."""
+    TRIAL_ACTIONS = 45
+    """Random actions with which a dry run measures the lengths of episodes."""
 
 
 _NUM_SEEDS = FIRST_WARM_START_SEED

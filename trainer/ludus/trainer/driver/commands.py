@@ -29,6 +29,7 @@ from ludus.trainer.driver.invalid_actions import (
 from ludus.trainer.driver.trainer import Trainer
 from ludus.trainer.run.checkpoint import MODEL_FOLDER, RunState, read_state
 from ludus.trainer.run.lifecycle import log_to_folder
+from ludus.trainer.setup.episode_lengths import warn_of_short_limits
 from ludus.trainer.setup.model_size import measure_model
 
 
@@ -64,6 +65,7 @@ def check(run: LanguageModelRun, *, resume: Resume, overwrite: bool) -> None:
     """
     adapted_run = resolve_config(run)
     check_start(adapted_run, resume)
+    warn_of_short_limits(adapted_run)
     adapted_run = resolve_num_threads(adapted_run)
     # The configuration keeps the user's paths.
     fields = ("generator", "rollout", "learner")
