@@ -12,7 +12,7 @@ import pytest
 
 from ludus.proto.errors import CanaryError, UnavailableError, WeightSyncError
 from ludus.proto.metrics import TrainMetric
-from ludus.proto.runs import read_metrics
+from ludus.proto.runs import EvalReport, read_metrics
 from ludus.trainer.core.interfaces import PublishedWeights
 from ludus.trainer.core.types import GroupSpec
 from ludus.trainer.driver.loops.controller import Controller
@@ -274,3 +274,23 @@ async def test_waiting_times_of_both_loops_are_logged(tmp_path: Path) -> None:
     for row in run.rows[1:]:
         assert row.values["wait_for_batch_s"] >= 0.03, "training did not wait for episodes"
         assert row.values["rollout_idle_s"] >= 0.05, "sampling did not wait for training"
+
+
+async def test_training_time_excludes_evaluations(tmp_path: Path) -> None:
+    controllers: list[Controller] = []
+    times: list[tuple[float, float]] = []
+
+    async def evaluate(num_games: int) -> dict[str, EvalReport]:
+        clock = controllers[0].components.metrics.clock
+        start_s = clock.elapsed_s
+        await asyncio.sleep(0.02)
+        times.append((start_s, clock.elapsed_s))
+        return {}
+
+    run = make_run(tmp_path, eval={"num_games_during": 8, "every_steps": 2})
+    run.evaluate = evaluate
+    run.prepare = lambda workers, controller: controllers.append(controller)
+    await run.train()
+    assert len(times) == 3  # at steps 0, 2 and 4
+    assert all(start_s == end_s for start_s, end_s in times)
+    assert times[0][0] == 0 < times[1][0] < times[2][0] < run.rows[-1].elapsed_s

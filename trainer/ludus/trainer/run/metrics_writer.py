@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -59,6 +60,17 @@ class Clock:
     def stop(self) -> None:
         """Stop the clock; `elapsed_s` keeps its value."""
         self._elapsed_s, self._start_s = self.elapsed_s, None
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Stop the clock within the block, if it runs."""
+        is_running = self._start_s is not None
+        self.stop()
+        try:
+            yield
+        finally:
+            if is_running:
+                self.start()
 
 
 class MetricsWriter:

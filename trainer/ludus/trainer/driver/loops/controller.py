@@ -423,9 +423,10 @@ class Controller:
 
     async def _evaluate(self, num_games: int) -> dict[str, EvalReport]:
         evaluator, step = self.components.evaluator, self.state.step
-        reports = await evaluator.evaluate(num_games)
-        if step == 0:
-            self.components.metrics.log_samples(step, await evaluator.play_samples())
+        with self.components.metrics.clock.pause():
+            reports = await evaluator.evaluate(num_games)
+            if step == 0:
+                self.components.metrics.log_samples(step, await evaluator.play_samples())
         return reports
 
     async def _save_after_failure(self) -> str:
