@@ -206,3 +206,14 @@ def test_broken_model_folder_is_reported_before_the_run(
         check_run(tmp_path / "runs", *overrides)
     assert str(folder) in str(error.value)
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_first_prompts_that_leave_no_room_are_reported(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(["hit stand"], 320)
+    model_settings = TinyModel(num_layers=1, width=64, num_heads=2)
+    save(make_model(model_settings, tokenizer, 0), tokenizer, tmp_path / "model")
+    model = f'model={{"kind": "pretrained", "path": "{tmp_path / "model"}"}}'
+    check_run(tmp_path, model, "rollout.max_tokens=64")
+    with pytest.raises(UserError, match=r"the shortest prompt has \d+ tokens"):
+        check_run(tmp_path, model, "rollout.max_tokens=9", "rollout.max_completion_tokens=8")

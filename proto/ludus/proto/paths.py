@@ -40,12 +40,19 @@ def describe_place(path: str | os.PathLike[str]) -> str:
         return " in the working folder, which was removed"
 
 
-def suggest_path(path: str | os.PathLike[str]) -> str:
-    """Return a remedy for a path that does not exist: a similar name, or the right folder."""
+def suggest_path(path: str | os.PathLike[str], alternative: str = "") -> str:
+    """Return a remedy for a path that does not exist: a similar name, or the right folder.
+
+    Args:
+        alternative: another remedy, such as "give the id of a model".
+    """
     expanded_path = parse_path(path)
     folder = expanded_path.parent
     names = os.listdir(folder) if folder.is_dir() else []
     hint = did_you_mean(expanded_path.name, names)
-    if hint or expanded_path.is_absolute():
-        return hint or "correct the path"
-    return "correct the path, or run the command in the folder at which it starts"
+    if hint:
+        return f"{hint} Otherwise {alternative}" if alternative else hint
+    remedies = ["correct the path"]
+    if not expanded_path.is_absolute():
+        remedies.append("run the command in the folder at which it starts")
+    return ", or ".join([*remedies, alternative] if alternative else remedies)

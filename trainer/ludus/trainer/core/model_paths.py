@@ -48,7 +48,7 @@ def check_model_folder(path: str, field: str, hint: str = "") -> Path | None:
             return None
         raise NotFoundError(
             f"{field} = '{path}': there is no such folder{describe_place(path)}; "
-            f"{suggest_path(path)}, or give a Hugging Face id like 'Qwen/Qwen3-1.7B'{hint}"
+            + suggest_path(path, f"give a Hugging Face id like 'Qwen/Qwen3-1.7B'{hint}")
         )
     if (folder / CHECKPOINTS_FOLDER).is_dir() and (folder / METRICS_FILE).is_file():
         raise ConfigError(

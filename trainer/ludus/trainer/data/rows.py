@@ -82,9 +82,12 @@ def _list_files(path: Path, *, split: str = _TRAINING_SPLIT, field: str = "data"
     """
     if not path.exists():
         raise NotFoundError(
-            f"{field} = '{path}' does not exist{describe_place(path)}; {suggest_path(path)}, or "
-            f"give another file ({', '.join(_READERS)}), a folder of such files, a folder saved by "
-            "`datasets`, or a Hugging Face id"
+            f"{field} = '{path}' does not exist{describe_place(path)}; "
+            + suggest_path(
+                path,
+                f"give another file ({', '.join(_READERS)}), a folder of such files, a folder "
+                "saved by `datasets`, or a Hugging Face id",
+            )
         )
     if path.is_file():
         if path.suffix not in _READERS:

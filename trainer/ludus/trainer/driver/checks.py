@@ -131,7 +131,9 @@ def check_start(run: LanguageModelRun, resume: Resume) -> None:
     check_importable_names(run)
     check_local_environments(run)
     asyncio.run(check_remote_addresses(run))
-    check_models(run)
+    tokenizer = check_models(run)
+    if tokenizer is not None:
+        check_local_prompts(run, tokenizer)
     if is_local():
         check_gpus(run)
     else:
@@ -163,6 +165,22 @@ def check_local_environments(run: LanguageModelRun) -> None:
             environment.close()
         check_reward_columns(run, name, environment.tasks)
         load_fixed_policies(run, name, config.options)
+
+
+def check_local_prompts(run: LanguageModelRun, tokenizer: ChatTokenizer) -> None:
+    """Check that some first prompts of each local environment leave room for a completion.
+
+    Prompts with tools are checked at the start, when the environment's server runs.
+    """
+    for name, config in run.environments.items():
+        if not isinstance(config, LocalEnvironment) or config.rollout or config.agent:
+            continue
+        environment = check_environment_options(config.package, config.options)
+        try:
+            if not config.tools:
+                _check_first_messages(run, name, config, environment, tokenizer)
+        finally:
+            environment.close()
 
 
 async def check_server_columns(run: LanguageModelRun, servers: Mapping[str, LocalServer]) -> None:
@@ -230,23 +248,25 @@ async def check_first_texts(
             raise _make_length_error(name, limits, f"{min(lengths)} characters")
 
 
-def check_models(run: LanguageModelRun) -> None:
-    """Check the policy, the critic and the reward models."""
+def check_models(run: LanguageModelRun) -> ChatTokenizer | None:
+    """Check the policy, the critic and the reward models; return a pretrained model's tokenizer."""
+    tokenizer = None
     if isinstance(run.model, PretrainedModel):
         check_model_path(run.model.path)
         check_num_tokens(run.model.path)
         check_chat_template(run)
-        _check_tokenizer(run, run.model)
+        tokenizer = _load_tokenizer(run, run.model)
     check_critic(run)
     check_reward_models(run)
+    return tokenizer
 
 
-def _check_tokenizer(run: LanguageModelRun, model: PretrainedModel) -> None:
-    """Check that the tokenizer has a chat template that Ludus understands."""
+def _load_tokenizer(run: LanguageModelRun, model: PretrainedModel) -> ChatTokenizer:
+    """Return the tokenizer, whose chat template must be one that Ludus understands."""
     template_copy = run.folder / CHAT_TEMPLATE_FILE
     if model.chat_template is not None and template_copy.is_file():
         model = model.model_copy(update={"chat_template": str(template_copy)})
-    ChatTokenizer.load(model.path, model)
+    return ChatTokenizer.load(model.path, model)
 
 
 def check_model_path(path: str) -> None:
@@ -306,19 +326,30 @@ def check_gpus(run: LanguageModelRun, roles: Roles = Roles.ALL) -> None:
 
 
 def _check_first_messages(
-    run: LanguageModelRun, name: str, config: LocalEnvironment, environment: AnyEnvironment
+    run: LanguageModelRun,
+    name: str,
+    config: LocalEnvironment,
+    environment: AnyEnvironment,
+    tokenizer: ChatTokenizer | None = None,
 ) -> None:
-    """Check the messages that start some episodes, and their length."""
+    """Check the messages that start some episodes, and their length in tokens or characters."""
     limits = episode_limits(run, name)
-    lengths = []
+    num_chars: list[int] = []
+    num_tokens: list[int] = []
     for seed in range(MAX_FIRST_SEEDS):
         messages = _render_first_messages(
             name, config, environment, seed, needs_answers=limits.constrain == "legal_answers"
         )
-        lengths.append(count_chars(messages))
-        if not is_surely_longer(lengths[-1], limits.max_tokens):
+        num_chars.append(count_chars(messages))
+        if is_surely_longer(num_chars[-1], limits.max_tokens):
+            continue
+        if tokenizer is None or not messages:
             return
-    raise _make_length_error(name, limits, f"{min(lengths)} characters")
+        num_tokens.append(len(tokenizer.encode_first_prompt(messages)))
+        if num_tokens[-1] + limits.max_completion_tokens <= limits.max_tokens:
+            return
+    shortest = f"{min(num_tokens)} tokens" if num_tokens else f"{min(num_chars)} characters"
+    raise _make_length_error(name, limits, shortest)
 
 
 def _make_length_error(name: str, limits: RolloutConfig, shortest_length: str) -> ConfigError:
