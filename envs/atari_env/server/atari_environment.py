@@ -53,6 +53,7 @@ class AtariEnvironment(Environment[AtariAction, AtariObservation, AtariState]):
     state_type = AtariState
     name = "atari_env"
     description = "Atari 2600 games"
+    is_game = True
 
     def __init__(self, **options: Any) -> None:
         self._options = AtariOptions.parse(options)

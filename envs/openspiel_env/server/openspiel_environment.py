@@ -56,6 +56,7 @@ class OpenSpielEnvironment(Environment[OpenSpielAction, OpenSpielObservation, Op
     name = "openspiel_env"
     description = "Any sequential OpenSpiel game, played from one seat"
     steps_on_event_loop = True
+    is_game = True
 
     _chance: ChanceStream
     _opponent_rng: random.Random

@@ -40,6 +40,7 @@ class UnoEnvironment(Environment[UnoAction, UnoObservation, UnoState]):
     description = "Uno against opponents on the server"
     needs_network = False
     steps_on_event_loop = True
+    is_game = True
 
     def __init__(self, **options: Any) -> None:
         self._options = UnoOptions.parse(options)

@@ -77,6 +77,10 @@ class Environment(ABC, Generic[ActionT, ObservationT, StateT]):
     needs_network: ClassVar[bool] = True
     """False declares that it opens no IP sockets. Its workers then cannot open any."""
 
+    is_game: bool = False
+    """True for a game, whose episodes are won, drawn or lost. False for tasks, which are solved or
+    not. Tables, progress and reports use these words."""
+
     text_renderer: TextRenderer[Any, Any] | None = None
     """Renderer for language models; None if they cannot play."""
 

@@ -265,6 +265,8 @@ class EnvironmentDescription:
     """True if every text is a legal action."""
     return_range: ReturnRange | None = None
     """Possible returns of an episode; None if the environment does not declare them."""
+    is_game: bool = False
+    """True for a game, whose episodes are won, drawn or lost; False for tasks, which are solved."""
 
     def takes_option(self, name: str) -> bool:
         """Return True if `reset` has an option of that name."""

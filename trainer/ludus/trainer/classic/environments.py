@@ -19,7 +19,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from ludus.env.adapters.gymnasium.interface_check import InterfaceCheck
-from ludus.env.adapters.gymnasium.success import find_success
+from ludus.env.adapters.gymnasium.success import find_success, is_game
 from ludus.env.client import EnvClient, Session
 from ludus.env.transports.address import parse_address
 from ludus.env.types import JsonObject, StepResult
@@ -67,6 +67,7 @@ class GymnasiumEnvironments:
         self._vector_env = _make_vector_env(env_id, num_environments, options)
         self.observation_space = self._vector_env.single_observation_space
         self.action_space = self._vector_env.single_action_space
+        self.is_game = is_game(self._vector_env.envs[0])
         self._rewards = np.zeros(num_environments)
         self._terminated = np.zeros(num_environments, dtype=bool)
         self._infos: dict[str, Any] = {}
@@ -109,7 +110,7 @@ class RemoteEnvironments:
         self._client = _connect(config)
         try:
             description = self._client.describe()
-            self.options = description.options
+            self.options, self.is_game = description.options, description.is_game
             self._sessions, results = self._open_sessions()
             self._action_field, self.action_space = _find_field(
                 description.name, "actions", description.action_schema, {}

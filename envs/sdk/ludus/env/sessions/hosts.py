@@ -321,6 +321,7 @@ def describe_environment(environment: AnyEnvironment) -> EnvironmentDescription:
         tasks=environment.tasks,
         takes_any_text=takes_any_text(environment.text_renderer),
         return_range=environment.return_range,
+        is_game=environment.is_game,
     )
     encodable_description: EnvironmentDescription = replace_surrogates(description)
     return encodable_description

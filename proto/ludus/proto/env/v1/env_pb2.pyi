@@ -49,7 +49,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("name", "description", "version", "action_schema_json", "observation_schema_json", "state_schema_json", "has_text_view", "max_sessions", "options_json", "reset_options", "takes_any_option", "is_deterministic", "tools_json", "server_id", "linger_s", "idle_timeout_s", "tasks", "takes_any_text", "return_range")
+    __slots__ = ("name", "description", "version", "action_schema_json", "observation_schema_json", "state_schema_json", "has_text_view", "max_sessions", "options_json", "reset_options", "takes_any_option", "is_deterministic", "tools_json", "server_id", "linger_s", "idle_timeout_s", "tasks", "takes_any_text", "return_range", "is_game")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +69,7 @@ class DescribeResponse(_message.Message):
     TASKS_FIELD_NUMBER: _ClassVar[int]
     TAKES_ANY_TEXT_FIELD_NUMBER: _ClassVar[int]
     RETURN_RANGE_FIELD_NUMBER: _ClassVar[int]
+    IS_GAME_FIELD_NUMBER: _ClassVar[int]
     name: str
     description: str
     version: str
@@ -88,7 +89,8 @@ class DescribeResponse(_message.Message):
     tasks: TaskSet
     takes_any_text: bool
     return_range: ReturnRange
-    def __init__(self, name: _Optional[str] = ..., description: _Optional[str] = ..., version: _Optional[str] = ..., action_schema_json: _Optional[bytes] = ..., observation_schema_json: _Optional[bytes] = ..., state_schema_json: _Optional[bytes] = ..., has_text_view: _Optional[bool] = ..., max_sessions: _Optional[int] = ..., options_json: _Optional[bytes] = ..., reset_options: _Optional[_Iterable[str]] = ..., takes_any_option: _Optional[bool] = ..., is_deterministic: _Optional[bool] = ..., tools_json: _Optional[bytes] = ..., server_id: _Optional[str] = ..., linger_s: _Optional[float] = ..., idle_timeout_s: _Optional[float] = ..., tasks: _Optional[_Union[TaskSet, _Mapping]] = ..., takes_any_text: _Optional[bool] = ..., return_range: _Optional[_Union[ReturnRange, _Mapping]] = ...) -> None: ...
+    is_game: bool
+    def __init__(self, name: _Optional[str] = ..., description: _Optional[str] = ..., version: _Optional[str] = ..., action_schema_json: _Optional[bytes] = ..., observation_schema_json: _Optional[bytes] = ..., state_schema_json: _Optional[bytes] = ..., has_text_view: _Optional[bool] = ..., max_sessions: _Optional[int] = ..., options_json: _Optional[bytes] = ..., reset_options: _Optional[_Iterable[str]] = ..., takes_any_option: _Optional[bool] = ..., is_deterministic: _Optional[bool] = ..., tools_json: _Optional[bytes] = ..., server_id: _Optional[str] = ..., linger_s: _Optional[float] = ..., idle_timeout_s: _Optional[float] = ..., tasks: _Optional[_Union[TaskSet, _Mapping]] = ..., takes_any_text: _Optional[bool] = ..., return_range: _Optional[_Union[ReturnRange, _Mapping]] = ..., is_game: _Optional[bool] = ...) -> None: ...
 
 class ResetArgs(_message.Message):
     __slots__ = ("seed", "episode_id", "options_json")

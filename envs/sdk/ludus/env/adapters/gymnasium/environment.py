@@ -36,7 +36,7 @@ from ludus.env.adapters.gymnasium.spaces import (
     make_codec,
     to_plain_json,
 )
-from ludus.env.adapters.gymnasium.success import find_success
+from ludus.env.adapters.gymnasium.success import find_success, is_game
 from ludus.env.adapters.gymnasium.text import (
     MAX_LISTED_ACTIONS,
     GymnasiumRenderer,
@@ -84,6 +84,7 @@ class EpisodicGymnasiumEnvironment(Environment[ActionT, ObservationT, GymnasiumS
 
     def __init__(self, environment: AnyGymnasiumEnv) -> None:
         self.gym_env = environment
+        self.is_game = is_game(environment)
         self._is_playing = False
         self._state = GymnasiumState()
 

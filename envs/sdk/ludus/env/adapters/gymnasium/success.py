@@ -41,7 +41,7 @@ def find_success(
     spec = environment.spec
     if spec is None:
         return None
-    match spec.name if spec.namespace is None else "":
+    match _find_name(environment):
         case "FrozenLake" | "FrozenLake8x8":
             frozen_lake: Any = environment.unwrapped
             return bool(frozen_lake.desc.flat[frozen_lake.s] == b"G")
@@ -52,3 +52,14 @@ def find_success(
     if spec.reward_threshold is None:
         return None
     return episode_return >= spec.reward_threshold - _RETURN_TOLERANCE
+
+
+def is_game(environment: gymnasium.Env[Any, Any]) -> bool:
+    """Return whether episodes are won; in all other environments of Gymnasium, they are solved."""
+    return _find_name(environment) == "Blackjack"
+
+
+def _find_name(environment: gymnasium.Env[Any, Any]) -> str:
+    """Return the name of one of Gymnasium's own environments; "" for all others."""
+    spec = environment.spec
+    return spec.name if spec is not None and spec.namespace is None else ""
