@@ -94,8 +94,8 @@ def bench(
         ),
     ] = None,
     options: Options = None,
-    num_games: Annotated[
-        int, typer.Option("--games", min=1, help="Number of episodes per policy.")
+    num_episodes: Annotated[
+        int, typer.Option("--episodes", "--games", min=1, help="Number of episodes per policy.")
     ] = 10_000,
     policy_names: Annotated[
         list[str] | None,
@@ -115,10 +115,10 @@ def bench(
 ) -> None:
     """Compare an environment's fixed policies on the same seeds.
 
-    Prints win rates and returns with 95% intervals, exact returns if the package provides them,
-    and steps per second. An environment without fixed policies is played at random.
+    Prints shares of successes and returns with 95% intervals, exact returns if the package provides
+    them, and steps per second. An environment without fixed policies is played at random.
 
-    Example: `ludus env bench openspiel_env --option game=blackjack --games 10000`
+    Example: `ludus env bench openspiel_env --option game=blackjack --episodes 10000`
 
     Example: `ludus env bench my_module:MyEnvironment --policies my_policies:fixed_policies`
     """
@@ -131,7 +131,7 @@ def bench(
     location = address or target
     if location is None:
         raise ConfigError("TARGET or --address is required; `ludus env list` prints the targets")
-    seeds = range(seed, seed + num_games)
+    seeds = range(seed, seed + num_episodes)
     plan = BenchPlan(target, policy_names or (), seeds, policies_function)
     with serve_target(location, parse_options(options or ())) as server_address:
         results = _run_bench(plan, server_address, os.environ.get(token_env))

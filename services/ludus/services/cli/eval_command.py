@@ -188,7 +188,7 @@ def evaluate(
     With RUN_DIR, evaluates the trained policy of a run and writes RUN_DIR/eval.json. With --model
     and --env, evaluates models without a run.
 
-    Example: `ludus eval runs/demo --games 20000 --temperature 0`
+    Example: `ludus eval runs/demo --episodes 20000 --temperature 0`
 
     Example: `ludus eval --model Qwen/Qwen3-0.6B --env openspiel_env --option game=blackjack`
     """
