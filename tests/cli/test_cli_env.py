@@ -17,6 +17,7 @@ from ludus.env.evaluation import EpisodeOutcome, summarize
 from ludus.env.serving.subprocess import LocalServer
 from ludus.env.types import EnvironmentDescription
 from ludus.proto.runs import EvalReport, Evaluation
+from ludus.proto.wording import GAMES, TASKS
 from ludus.services.cli.tables import format_result_cells, make_eval_tables
 from tests.cli.commands import RunCli
 
@@ -67,9 +68,10 @@ def test_bench_starts_a_server_for_every_policy(ludus: RunCli) -> None:
 
 def test_unreported_success_is_printed_as_dashes() -> None:
     unreported_result = summarize([EpisodeOutcome(seed, 17.0, 17) for seed in range(4)])
-    assert format_result_cells(unreported_result) == ["4", "–", "–", "–", "17.000", "0.000"]
+    cells = format_result_cells(unreported_result, GAMES)
+    assert cells == ["4", "–", "–", "–", "17.000", "0.000"]
     failed_result = summarize([EpisodeOutcome(seed, 17.0, 17, success=False) for seed in range(4)])
-    assert format_result_cells(failed_result)[1] == "0.0%"
+    assert format_result_cells(failed_result, GAMES)[1] == "0.0%"
 
 
 @pytest.mark.parametrize(
@@ -102,7 +104,7 @@ def test_tables_say_how_many_tasks_were_played(
 def test_tables_say_how_many_episodes_are_void() -> None:
     outcomes = [EpisodeOutcome(seed, 1.0 if seed else None, 1) for seed in range(1500)]
     complete_result, result = summarize(outcomes[1:]), summarize(outcomes)
-    assert format_result_cells(result)[0] == "1,499 of 1,500"
+    assert format_result_cells(result, TASKS)[0] == "1,499 of 1,500"
     report = EvalReport(
         policy=complete_result,
         baselines={"random": result},

@@ -17,7 +17,9 @@ def test_recorded_episodes_are_data_for_fine_tuning(ludus: RunCli, tmp_path: Pat
     arguments = ("--policy", "basic_strategy", "--episodes", "30", "--output", "data/games.jsonl")
     outcome = ludus(*BLACKJACK, *arguments)
     assert outcome.code == 0, outcome.err
-    assert "30 episodes of 'basic_strategy', mean return" in outcome.out and "won" in outcome.out
+    assert (
+        "30 episodes of 'basic_strategy', mean return" in outcome.out and "success" in outcome.out
+    )
     path = tmp_path / "data/games.jsonl"
     examples = list(read_examples(str(path), split="train", field="data.path"))
     assert len(examples) == 30

@@ -30,7 +30,9 @@ def make_phase_row(phase: Phase) -> MetricsRow:
     return MetricsRow(kind="phase", step=0, phase=phase, elapsed_s=0, num_games_trained=0)
 
 
-def make_eval_row(step: int, win_rate: float, environment: str = "blackjack") -> MetricsRow:
+def make_eval_row(
+    step: int, win_rate: float, environment: str = "blackjack", *, is_game: bool = True
+) -> MetricsRow:
     values = {
         EvalMetric.WIN_RATE: win_rate,
         EvalMetric.WIN_RATE_CI95_LOW: win_rate - 0.02,
@@ -41,6 +43,7 @@ def make_eval_row(step: int, win_rate: float, environment: str = "blackjack") ->
         kind="eval",
         step=step,
         environment=environment,
+        is_game=is_game,
         elapsed_s=step,
         num_games_trained=step * 512,
         values=values,
@@ -118,6 +121,14 @@ def test_progress_shows_evaluation_mean_reward_and_void_episodes() -> None:
     assert facts["lost episodes"] == "6"
     assert facts["failed episodes"] == "9"
     assert progress.format_line().startswith("step 10/100 · training · wins 40.0%")
+
+
+def test_tasks_are_solved_and_games_are_won() -> None:
+    progress = RunProgress(num_steps=100)
+    progress.update([make_eval_row(10, 0.4, "sums", is_game=False)])
+    assert progress.list_facts()["solved"] == "40.0% (38.0 to 42.0%) at step 10"
+    progress.update([make_eval_row(10, 0.5)])
+    assert list(progress.list_facts())[:2] == ["solved in sums", "wins in blackjack"]
 
 
 def test_progress_of_fine_tuning_shows_losses_and_conversations() -> None:

@@ -51,6 +51,7 @@ def test_a_listed_run_has_its_environment_model_and_result(
         "metric": "wins",
         "value": summary["win_rate"],
         "ci95": summary["win_rate_ci95"],
+        "is_game": True,
     }
     assert run["num_bytes"] == sum(
         path.stat().st_size for path in (runs_folder / "late").rglob("*") if path.is_file()
@@ -182,7 +183,7 @@ def test_a_resumed_run_shows_its_latest_evaluation(ludus: RunCli, runs_folder: P
         file.write('{"kind": "train", "step": 6')  # incomplete
     run = read_listed_runs(ludus)["late"]
     assert (run["status"], run["step"], run["num_steps"]) == ("stopped", 5, 6)
-    assert run["result"] == {"metric": "wins", "value": 0.125, "ci95": None}
+    assert run["result"] == {"metric": "wins", "value": 0.125, "ci95": None, "is_game": True}
 
 
 def test_a_long_run_shows_its_evaluation(ludus: RunCli, runs_folder: Path) -> None:

@@ -108,6 +108,18 @@ def test_the_card_has_the_results_of_the_last_step_only(run_folder: Path, tmp_pa
     assert f"{summary.win_rate:.1%}" not in card
 
 
+@pytest.mark.parametrize(("is_game", "rate"), [(True, "win rate"), (False, "solve rate")])
+def test_the_card_says_whether_episodes_are_won_or_solved(
+    run_folder: Path, tmp_path: Path, is_game: bool, rate: str
+) -> None:
+    summary = json.loads((run_folder / "summary.json").read_text())
+    for result in summary["results"].values():
+        result["report"]["is_game"] = is_game
+    (run_folder / "summary.json").write_text(json.dumps(summary))
+    card = (export_to(tmp_path / "out", run_folder, None) / "README.md").read_text()
+    assert f"| {rate} | " in card
+
+
 def test_a_card_names_the_base_model_of_the_hub(run_folder: Path, tmp_path: Path) -> None:
     model_id = "owner/model-that-no-hub-has"
     run = make_run(PretrainedModel(path=model_id))

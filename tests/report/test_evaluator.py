@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -95,6 +96,15 @@ async def test_every_environment_is_evaluated_on_the_same_seeds() -> None:
     assert (catch.policy.draw_rate, catch.gap_closed, catch.baselines) == (1.0, None, {})
 
 
+async def test_report_says_whether_the_environment_is_a_game() -> None:
+    evaluator = replace(make_evaluator(FakeWorkers()), games=frozenset({"blackjack"}))
+    reports = await evaluator.evaluate(4)
+    assert {name: report.is_game for name, report in reports.items()} == {
+        "blackjack": True,
+        "catch": False,
+    }
+
+
 async def test_lost_episodes_are_retried() -> None:
     workers = FakeWorkers(num_calls_with_losses=1)
     reports = await make_evaluator(workers).evaluate(4)
@@ -174,7 +184,7 @@ async def test_an_evaluation_has_few_episodes_of_each_task(
     assert reports["blackjack"].num_games_requested is None
     assert reports["catch"].policy.num_games == num_played
     assert reports["catch"].num_games_requested == (8 if num_played < 8 else None)
-    assert (f"{num_played} games, not 8" in caplog.text) is (num_played < 8)
+    assert (f"{num_played} episodes, not 8" in caplog.text) is (num_played < 8)
 
 
 async def test_gap_is_closed_on_tasks_that_a_policy_played_less_often() -> None:

@@ -70,6 +70,21 @@ def read_steps(path: Path, kind: str = "train") -> list[int]:
     return [row.step for row in read_metrics(path) if row.kind == kind]
 
 
+def test_rows_of_an_environment_say_whether_it_is_a_game(tmp_path: Path) -> None:
+    run = make_config(tmp_path)
+    with open_metrics(run) as metrics:
+        metrics.set_environments({"openspiel": {}, "sums": {}}, {"openspiel"})
+        for name in ("openspiel", "sums"):
+            metrics.log_step(1, 10, {}, {name: {TrainMetric.NUM_WINS: 4.0}})
+    rows = read_metrics(run.folder)
+    assert [(row.environment, row.is_game) for row in rows] == [
+        (None, True),
+        ("openspiel", True),
+        (None, True),
+        ("sums", False),
+    ]
+
+
 def read_tensorboard_steps(path: Path) -> list[int]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -301,7 +316,7 @@ def test_job_log_has_a_line_for_each_phase_step_and_event(
 ) -> None:
     run = make_config(tmp_path)
     with open_metrics(run, job_log=sys.stdout) as metrics:
-        metrics.set_environment_options({"blackjack": {}})
+        metrics.set_environments({"blackjack": {}}, {"blackjack"})
         log_steps(metrics, 1, 2)
         metrics.log_delivery(2, {0: make_worker_weights(2, 0.25)})
         metrics.log_event(2, {TrainMetric.NUM_UNLOCKS: 1}, environment="blackjack")

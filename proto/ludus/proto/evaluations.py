@@ -51,6 +51,8 @@ class EvaluationPlan(_Record):
     """Name of the environment."""
     options: dict[str, Any]
     """Options of the environment."""
+    is_game: bool = True
+    """False if the environment has tasks, which are solved, not games, which are won."""
     num_episodes: int
     """Number of episodes of each policy."""
     models: tuple[str, ...]
@@ -100,6 +102,9 @@ class ModelEvaluation(_Record):
 
     environment: str
     options: dict[str, Any]
+    is_game: bool = True
+    """False if the environment has tasks, which are solved, not games, which are won. True in
+    evaluations of earlier versions."""
     endpoint: str | None = None
     """Address of the endpoint that sampled the completions; null if the models were loaded."""
     generator: str | None = None

@@ -141,6 +141,9 @@ class MetricsRow(_Record):
     """Name of the environment in the run."""
     policy: str | None = None
     """Name of the fixed policy."""
+    is_game: bool = True
+    """False if the environment has tasks, which are solved, not games, which are won; see
+    `wording`. True in rows without an environment, and in those of earlier versions."""
     phase: Phase | None = None
     """New phase of the run."""
     num_steps: int | None = None
@@ -271,17 +274,17 @@ class StepTrace(_Record):
 class PolicyResult(_Record):
     """Results of one policy on the seeds of an evaluation.
 
-    Intervals are over tasks: games of the same task are not independent.
+    Intervals are over tasks: episodes of the same task are not independent.
     """
 
     num_games: int
-    """Number of games with a result."""
+    """Number of episodes with a result."""
     num_tasks: int | None = None
-    """Number of different tasks in these games; null in results of earlier versions."""
+    """Number of different tasks in these episodes; null in results of earlier versions."""
     win_rate: float | None
     """Share of episodes with success; None if the environment never reported it."""
     win_rate_ci95: tuple[float, float] | None
-    """Wilson interval of the effective number of independent games."""
+    """Wilson interval of the effective number of independent episodes."""
     draw_rate: float | None
     """Share of episodes without success and with a return of 0; None if win_rate is None."""
     expected_return: float
@@ -305,8 +308,11 @@ class EvalReport(_Record):
     gap_closed_ci95: tuple[float, float] | None
     """Interval of the paired differences on these seeds."""
     num_games_requested: int | None = None
-    """Number of games that were asked for, if fewer were played because of the number of tasks
+    """Number of episodes that were asked for, if fewer were played because of the number of tasks
     (`eval.max_games_per_task`). null if all were played."""
+    is_game: bool = True
+    """False if the environment has tasks, which are solved, not games, which are won; see
+    `wording`. True in results of earlier versions."""
 
 
 class Evaluation(_Record):

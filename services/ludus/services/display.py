@@ -63,15 +63,17 @@ def rank_policies(baselines: Mapping[str, PolicyResult]) -> list[NamedResult]:
     return sorted(policies, key=lambda policy: policy.result.expected_return)
 
 
-def format_num_games(result: PolicyResult) -> str:
-    """Return the number of games with a result, and of all games if some are void."""
+def format_num_episodes(result: PolicyResult) -> str:
+    """Return the number of episodes with a result, and of all episodes if some are void."""
     if not result.num_void:
         return f"{result.num_games:,}"
     return f"{result.num_games:,} of {result.num_games + result.num_void:,}"
 
 
-def describe_games(report: EvalReport, start: PolicyResult | None = None) -> Iterator[str]:
-    """Yield lines about games that were not played, not counted, or not independent.
+def describe_played_episodes(
+    report: EvalReport, start: PolicyResult | None = None
+) -> Iterator[str]:
+    """Yield lines about episodes that were not played, not counted, or not independent.
 
     Args:
         start: result of the policy before training, if the table contains it.
@@ -133,8 +135,8 @@ def describe_models(evaluation: ModelEvaluation) -> Iterator[str]:
         yield from (f"{name}: {note}" for note in _describe_model(model, evaluation))
 
 
-def describe_wins(result: PolicyResult) -> str:
-    """Return a win rate with its interval."""
+def describe_success(result: PolicyResult) -> str:
+    """Return the share of successes with its interval."""
     interval = format_percent_interval(result.win_rate_ci95)
     return f"{format_percent(result.win_rate)} ({interval})"
 

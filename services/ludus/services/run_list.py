@@ -53,9 +53,12 @@ class RunResult(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     metric: str
-    """"wins", "return", or "loss" for the validation loss of a fine-tuning run's model."""
+    """"wins" for the share of successes, "return", or "loss" for the validation loss of a
+    fine-tuning run's model."""
     value: float
     ci95: tuple[float, float] | None = None
+    is_game: bool = True
+    """False if the environment has tasks, which are solved, not games, which are won."""
 
 
 class ListedRun(BaseModel):
@@ -210,7 +213,10 @@ def _describe_model(config: RecordedRun) -> str:
 def _read_result(summary: Summary | SftSummary) -> RunResult | None:
     match summary:
         case Summary(win_rate=float(win_rate)):
-            return RunResult(metric="wins", value=win_rate, ci95=summary.win_rate_ci95)
+            is_game = next(iter(summary.results.values())).report.is_game
+            return RunResult(
+                metric="wins", value=win_rate, ci95=summary.win_rate_ci95, is_game=is_game
+            )
         case Summary():
             interval = summary.expected_return_ci95
             return RunResult(metric="return", value=summary.expected_return, ci95=interval)
@@ -255,7 +261,7 @@ def _read_evaluation(row: MetricsRow) -> RunResult | None:
         return None
     has_interval = low in row.values and high in row.values
     interval = (row.values[low], row.values[high]) if has_interval else None
-    return RunResult(metric=name, value=row.values[metric], ci95=interval)
+    return RunResult(metric=name, value=row.values[metric], ci95=interval, is_game=row.is_game)
 
 
 def _read_lines_backwards(path: Path) -> Iterator[bytes]:

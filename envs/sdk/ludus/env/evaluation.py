@@ -9,7 +9,7 @@ Policies are compared on the same seeds, so that luck cancels out. Void episodes
 they are counted, and no other statistic includes them.
 
 An environment with a fixed number of tasks (`TaskSet`) repeats tasks if there are more seeds than
-tasks. Games of the same task are not independent. So every interval is an interval over tasks: its
+tasks. Episodes of one task are not independent. So every interval is an interval over tasks: its
 variance is that of the totals of the tasks (Cochran, Sampling Techniques, 1977, section 9A), and
 its quantile is that of Student's t with one degree of freedom less than there are tasks.
 """
@@ -62,12 +62,12 @@ class EpisodeOutcome:
     failure: str = ""
     """Reason why the episode is void; "" if it is valid."""
     task_seed: int | None = None
-    """Seed with which the environment started, equal for all games of a task; None if it is
+    """Seed with which the environment started, equal for all episodes of a task; None if it is
     `seed`, because every seed is a different task."""
 
     @property
     def task(self) -> int:
-        """The key of the task, equal for all games of the same task."""
+        """The key of the task, equal for all episodes of the same task."""
         return self.seed if self.task_seed is None else self.task_seed
 
 
@@ -120,12 +120,12 @@ def wilson_interval(num_successes: float, num_trials: float) -> Interval:
 
 
 def clustered_wilson_interval(successes: Sequence[bool], tasks: Sequence[int]) -> Interval:
-    """Return the 95 % Wilson interval of a proportion over games, `tasks` being their tasks.
+    """Return the 95 % Wilson interval of a proportion over episodes of `tasks`.
 
-    The number of trials is the effective sample size: the number of independent games whose
+    The number of trials is the effective sample size: the number of independent episodes whose
     proportion has the same variance, times the squared ratio of both t quantiles (Korn and
-    Graubard, Survey Methodology 24 (1998), 193-201). If every game is another task, this is
-    `wilson_interval`. If all games have the same outcome, each task counts once.
+    Graubard, Survey Methodology 24 (1998), 193-201). If every episode is another task, this is
+    `wilson_interval`. If all episodes have the same outcome, each task counts once.
     """
     num_games = len(successes)
     totals, sizes = _sum_by_task(np.asarray(successes, dtype=np.float64), tasks)
@@ -143,7 +143,7 @@ def clustered_wilson_interval(successes: Sequence[bool], tasks: Sequence[int]) -
 
 
 def compute_mean_interval(values: Sequence[float], tasks: Sequence[int] | None = None) -> Interval:
-    """Return the 95 % interval of the mean of games, `tasks` being their tasks.
+    """Return the 95 % interval of the mean over episodes of `tasks`.
 
     Without `tasks`, every value is of a different task, and the interval is Student's: mean -+ t *
     sample deviation / sqrt(n). A single task has no deviation, so both ends are its mean.
@@ -189,7 +189,7 @@ def summarize(outcomes: Iterable[EpisodeOutcome]) -> PolicyResult:
     """Compute a policy's result over its valid episodes, and count the void ones.
 
     Win and draw rates are set if the environment reported the success of at least one episode.
-    Intervals are over tasks, so repeated games of a task do not make them narrower than that.
+    Intervals are over tasks, so repeated episodes of a task do not make them narrower than that.
 
     Raises:
         ValueError: no episode is valid.
@@ -402,7 +402,7 @@ async def _play_episode(
 
 
 def _score_win(outcome: EpisodeOutcome) -> EpisodeOutcome:
-    """Return the outcome with a return of 1 for a win and 0 otherwise; a void one is unchanged."""
+    """Return the outcome with return 1 for a success, otherwise 0; a void one is unchanged."""
     if outcome.episode_return is None:
         return outcome
     return replace(outcome, episode_return=float(bool(outcome.success)))
@@ -423,7 +423,7 @@ def _compute_mean_variance(totals: Floats, sizes: Floats) -> float:
 
 
 def _average_by_task(outcomes: Iterable[EpisodeOutcome]) -> Mapping[int, float]:
-    """Return the mean return of the valid games of each task."""
+    """Return the mean return of the valid episodes of each task."""
     returns: dict[int, list[float]] = {}
     for outcome in outcomes:
         if outcome.episode_return is not None:

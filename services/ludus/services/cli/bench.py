@@ -54,6 +54,8 @@ class BenchResult:
     num_void: int
     """Number of episodes that were lost or failed."""
     steps_per_second: float
+    is_game: bool
+    """True if the environment is a game, False if it has tasks."""
 
 
 OnEpisode = Callable[[str, EpisodeOutcome], None]
@@ -88,7 +90,9 @@ async def run_benchmark(
                 on_episode=lambda outcome: on_episode(name, outcome),
             )
             wall_s = time.perf_counter() - started_at_s
-            return _summarize_policy(name, outcomes, exact_returns.get(name), wall_s)
+            return _summarize_policy(
+                name, outcomes, exact_returns.get(name), wall_s, description.is_game
+            )
 
         return [await measure_policy(name, policy) for name, policy in policies.items()]
 
@@ -103,7 +107,11 @@ async def _connect(address: str, token: str | None) -> AsyncEnvClient:
 
 
 def _summarize_policy(
-    name: str, outcomes: Sequence[EpisodeOutcome], exact_return: float | None, wall_s: float
+    name: str,
+    outcomes: Sequence[EpisodeOutcome],
+    exact_return: float | None,
+    wall_s: float,
+    is_game: bool,
 ) -> BenchResult:
     num_void = sum(outcome.episode_return is None for outcome in outcomes)
     if num_void == len(outcomes):
@@ -112,7 +120,7 @@ def _summarize_policy(
             f"{find_common_failure(outcomes)}"
         )
     steps_per_second = sum(outcome.num_steps for outcome in outcomes) / wall_s
-    return BenchResult(name, summarize(outcomes), exact_return, num_void, steps_per_second)
+    return BenchResult(name, summarize(outcomes), exact_return, num_void, steps_per_second, is_game)
 
 
 def _select_policies(

@@ -109,14 +109,14 @@ def _write_episodes(
 
 
 def _describe_outcomes(policy_name: str, outcomes: Sequence[tuple[float, bool | None]]) -> str:
-    """Return the number of episodes, the mean return, and the share of wins if it is known."""
+    """Return the number of episodes, the mean return, and the share of successes if known."""
     mean_return = sum(episode_return for episode_return, _ in outcomes) / len(outcomes)
     text = f"{len(outcomes):,} episodes of '{policy_name}', mean return "
     text += format_fixed(mean_return, 3)
     if all(success is None for _, success in outcomes):
         return text
     share = sum(success is True for _, success in outcomes) / len(outcomes)
-    return f"{text}, {format_percent(share)} won"
+    return f"{text}, success {format_percent(share)}"
 
 
 def _load_policy(

@@ -26,6 +26,7 @@ from ludus.proto.errors import ConfigError
 from ludus.proto.evaluations import EVALUATION_ROWS_FILE, EvaluationRow, ModelEvaluation
 from ludus.proto.runs import PolicyResult
 from ludus.proto.seeds import FIRST_EVAL_SEED
+from ludus.proto.wording import choose_wording
 from ludus.services.cli.console import get_stderr, get_stdout, print_line
 from ludus.services.cli.env_targets import MAX_PROCESSES, require_options_only_for_targets
 from ludus.services.cli.eval_results import CollectedRows, has_valid, make_evaluation
@@ -294,16 +295,17 @@ class _ProgressView:
         outcomes = self.rows.select_outcomes(policy)
         progress = f"{policy}  {len(outcomes):,}/{plan.num_episodes:,} episodes"
         if has_valid(outcomes):
-            progress += f"  {_describe_result(summarize(outcomes))}"
+            progress += f"  {_describe_result(summarize(outcomes), plan.is_game)}"
         elapsed_s = time.monotonic() - self._policy_started_at_s
         remaining_s = elapsed_s / len(outcomes) * (plan.num_episodes - len(outcomes))
         return progress, f"  {format_duration(remaining_s)} left" if remaining_s > 1 else ""
 
 
-def _describe_result(result: PolicyResult) -> str:
-    """Return the win rate, or the mean return without wins, with its interval."""
+def _describe_result(result: PolicyResult, is_game: bool) -> str:
+    """Return the share of successes, or the mean return if it is unknown, with its interval."""
     if result.win_rate is not None:
         interval = format_percent_interval(result.win_rate_ci95)
-        return f"wins {format_percent(result.win_rate)} ({interval})"
+        success = choose_wording(is_game).success
+        return f"{success} {format_percent(result.win_rate)} ({interval})"
     interval = format_fixed_interval(result.expected_return_ci95)
     return f"return {format_fixed(result.expected_return, 3)} ({interval})"

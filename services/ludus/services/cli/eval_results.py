@@ -90,6 +90,7 @@ def make_evaluation(
     return ModelEvaluation(
         environment=plan.environment,
         options=plan.options,
+        is_game=plan.is_game,
         endpoint=endpoint,
         generator=None if endpoint else run.generator.kind,
         temperature=run.eval.temperature,
@@ -117,8 +118,8 @@ def _count_unreported(
 ) -> Mapping[str, Sequence[EpisodeOutcome]]:
     """Return the outcomes, in which an unknown success is none if the environment reports success.
 
-    A model whose episodes all end with invalid actions has won no episode, although the environment
-    has reported nothing.
+    A model whose episodes all end with invalid actions has no success, although the environment has
+    reported nothing.
     """
     all_outcomes = [outcome for episodes in outcomes.values() for outcome in episodes]
     if all(outcome.success is None for outcome in all_outcomes):
@@ -179,13 +180,13 @@ def _compare(
     returns = measure_difference(outcomes[first], outcomes[second])
     if returns is None:
         return None
-    wins = measure_win_difference(outcomes[first], outcomes[second])
+    successes = measure_win_difference(outcomes[first], outcomes[second])
     return ModelDifference(
         first=first,
         second=second,
         num_tasks=returns[2],
         return_difference=returns[0],
         return_difference_ci95=returns[1],
-        win_rate_difference=wins[0] if wins else None,
-        win_rate_difference_ci95=wins[1] if wins else None,
+        win_rate_difference=successes[0] if successes else None,
+        win_rate_difference_ci95=successes[1] if successes else None,
     )

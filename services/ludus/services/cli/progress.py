@@ -17,6 +17,7 @@ from rich.text import Text
 from ludus.env.text.terminal import format_notice
 from ludus.proto.metrics import EvalMetric, TrainMetric, combine_metric
 from ludus.proto.runs import MetricsRow, Phase
+from ludus.proto.wording import choose_wording
 from ludus.services.cli.console import print_line, print_warning
 from ludus.services.numbers import (
     format_compact,
@@ -201,7 +202,7 @@ class RunProgress:
         is_single = len(self._eval_rows) == 1
         for environment, row in self._eval_rows.items():
             suffix = "" if is_single else f" in {environment}"
-            facts[f"wins{suffix}"] = _format_wins(row)
+            facts[f"{choose_wording(row.is_game).success}{suffix}"] = _format_successes(row)
             if is_single or EvalMetric.WIN_RATE not in row.values:
                 facts[f"return{suffix}"] = _format_return(row)
         return facts
@@ -216,16 +217,16 @@ def _format_return(row: MetricsRow) -> str | None:
     return None if mean is None else f"{format_fixed(mean, 3)} at step {row.step}"
 
 
-def _format_wins(row: MetricsRow) -> str | None:
+def _format_successes(row: MetricsRow) -> str | None:
     values = row.values
     if EvalMetric.WIN_RATE not in values:
         return None
-    wins_text = format_percent(values[EvalMetric.WIN_RATE])
+    share_text = format_percent(values[EvalMetric.WIN_RATE])
     if EvalMetric.WIN_RATE_CI95_LOW in values and EvalMetric.WIN_RATE_CI95_HIGH in values:
         interval = values[EvalMetric.WIN_RATE_CI95_LOW], values[EvalMetric.WIN_RATE_CI95_HIGH]
-        wins_text += f" ({format_percent_interval(interval)})"
+        share_text += f" ({format_percent_interval(interval)})"
     # Other values of the progress are those of the latest training steps.
-    return f"{wins_text} at step {row.step}"
+    return f"{share_text} at step {row.step}"
 
 
 # Views of the progress.

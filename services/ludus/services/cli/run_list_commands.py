@@ -17,6 +17,7 @@ from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.proto.paths import expand_home
 from ludus.proto.run_lock import LOCK_FILE, RunLock, is_in_use
 from ludus.proto.runs import CONFIG_FILE, METRICS_FILE
+from ludus.proto.wording import choose_wording
 from ludus.services.cli.console import (
     get_stderr,
     get_stdout,
@@ -189,7 +190,8 @@ def _format_result(result: RunResult | None) -> tuple[str, str]:
         return NO_VALUE, NO_VALUE
     half_width = None if result.ci95 is None else (result.ci95[1] - result.ci95[0]) / 2
     if result.metric == "wins":
-        return f"{format_percent(result.value)} wins", format_percent(half_width)
+        success = choose_wording(result.is_game).success
+        return f"{format_percent(result.value)} {success}", format_percent(half_width)
     width_text = NO_VALUE if half_width is None else format_fixed(half_width, 3)
     return f"{result.metric} {format_fixed(result.value, 3)}", width_text
 

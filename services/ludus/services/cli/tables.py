@@ -11,13 +11,14 @@ from rich.text import Text
 
 from ludus.proto.evaluations import ModelEvaluation
 from ludus.proto.runs import EvalReport, Evaluation, PolicyResult, Summary
+from ludus.proto.wording import Wording, choose_wording
 from ludus.services.cli.console import make_table
 from ludus.services.display import (
     NamedResult,
     describe_evaluation,
-    describe_games,
     describe_models,
-    format_num_games,
+    describe_played_episodes,
+    format_num_episodes,
     format_policy_name,
     list_model_results,
     list_policies,
@@ -34,28 +35,29 @@ from ludus.services.numbers import (
 if TYPE_CHECKING:
     from ludus.services.cli.bench import BenchResult
 
-_RESULT_COLUMNS = ("episodes", "wins", "±95%", "draws", "return", "±95%")
 
-
-def make_policy_table(results: Sequence[NamedResult], title: str) -> Table:
+def make_policy_table(results: Sequence[NamedResult], wording: Wording, title: str) -> Table:
     """Make a table with one row per policy; ± columns are half-widths of 95 % intervals."""
-    table = make_table("policy", *_RESULT_COLUMNS, number_columns=_RESULT_COLUMNS, title=title)
+    columns = _list_result_columns(wording)
+    table = make_table("policy", *columns, number_columns=columns, title=title)
     for named_result in results:
         style = "bold cyan" if named_result.is_trained else None
-        cells = format_result_cells(named_result.result)
+        cells = format_result_cells(named_result.result, wording)
         table.add_row(Text(named_result.name), *cells, style=style)
     return table
 
 
 def make_bench_table(results: Sequence[BenchResult]) -> Table:
     """Make a table with one row per fixed policy, and its exact return if that is known."""
-    columns = (*_RESULT_COLUMNS, "exact", "steps/s")
+    wording = choose_wording(*(bench_result.is_game for bench_result in results))
+    columns = (*_list_result_columns(wording), "exact", "steps/s")
     table = make_table("policy", *columns, number_columns=columns)
     for bench_result in results:
         name, exact_return = format_policy_name(bench_result.policy_name), bench_result.exact_return
         exact_text = NO_VALUE if exact_return is None else format_fixed(exact_return, 4)
         speed_text = f"{bench_result.steps_per_second:,.0f}"
-        table.add_row(Text(name), *format_result_cells(bench_result.result), exact_text, speed_text)
+        cells = format_result_cells(bench_result.result, wording)
+        table.add_row(Text(name), *cells, exact_text, speed_text)
     return table
 
 
@@ -69,16 +71,16 @@ def make_bench_notes(results: Sequence[BenchResult]) -> Iterator[str]:
         yield f"{num_tasks:,} different tasks; the intervals are over tasks"
 
 
-def format_result_cells(result: PolicyResult) -> list[str]:
-    """Format a policy's number of episodes, wins, draws and return, with intervals.
+def format_result_cells(result: PolicyResult, wording: Wording) -> list[str]:
+    """Format a policy's number of episodes, successes, draws and return, with intervals.
 
-    A dash means that the environment does not report wins or draws.
+    A dash means that the environment does not report success. Only games have draws.
     """
     return [
-        format_num_games(result),
+        format_num_episodes(result),
         format_percent(result.win_rate),
         format_percent(_compute_half_width(result.win_rate_ci95) if result.win_rate_ci95 else None),
-        format_percent(result.draw_rate),
+        *([format_percent(result.draw_rate)] if wording.has_draws else []),
         format_fixed(result.expected_return, 3),
         format_fixed(_compute_half_width(result.expected_return_ci95), 3),
     ]
@@ -88,8 +90,8 @@ def make_summary_tables(summary: Summary) -> Iterator[RenderableType]:
     """Yield, per environment, a table of all policies, and the closed gap if it is known."""
     for name, result in summary.results.items():
         title = f"{summary.name}, {name}" if len(summary.results) > 1 else summary.name
-        yield make_policy_table(list_policies(result), title)
-        yield from map(Text, describe_games(result.report, result.start))
+        yield make_policy_table(list_policies(result), choose_wording(result.report.is_game), title)
+        yield from map(Text, describe_played_episodes(result.report, result.start))
         yield from _format_gap(result.report)
 
 
@@ -99,19 +101,21 @@ def make_eval_tables(evaluation: Evaluation) -> Iterator[RenderableType]:
         prefix = f"{name}, " if len(evaluation.environments) > 1 else ""
         policy = NamedResult("policy", report.policy, is_trained=True)
         results = [policy, *rank_policies(report.baselines)]
-        yield make_policy_table(results, f"{prefix}at temperature {report.temperature:g}")
-        yield from map(Text, describe_games(report))
+        title = f"{prefix}at temperature {report.temperature:g}"
+        yield make_policy_table(results, choose_wording(report.is_game), title)
+        yield from map(Text, describe_played_episodes(report))
         yield from _format_gap(report)
 
 
 def make_model_tables(evaluation: ModelEvaluation) -> Iterator[RenderableType]:
     """Yield a table of all models and fixed policies, notes, and the models' differences."""
+    wording = choose_wording(evaluation.is_game)
     yield Text(describe_evaluation(evaluation))
-    yield make_policy_table(list_model_results(evaluation), "")
+    yield make_policy_table(list_model_results(evaluation), wording, "")
     yield from map(Text, describe_models(evaluation))
     if not evaluation.differences:
         return
-    number_columns = ("tasks", "return", "95%", "wins", "95% ")
+    number_columns = ("tasks", "return", "95%", wording.success, "95% ")
     table = make_table(
         "difference", *number_columns, number_columns=number_columns, title="paired differences"
     )
@@ -132,6 +136,11 @@ def _format_gap(report: EvalReport) -> Iterator[RenderableType]:
         interval = report.gap_closed_ci95
         interval_text = f" ({format_percent_interval(interval)}, 95%)" if interval else ""
         yield Text(f"gap closed  {format_percent(report.gap_closed)}{interval_text}", style="bold")
+
+
+def _list_result_columns(wording: Wording) -> Sequence[str]:
+    draws = ("draws",) if wording.has_draws else ()
+    return "episodes", wording.success, "±95%", *draws, "return", "±95%"
 
 
 def _compute_half_width(interval: tuple[float, float]) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ludus.proto.config import SftRun
 from ludus.proto.errors import ConfigError
+from ludus.proto.wording import Wording, choose_wording
 from ludus.services.display import describe_environment
 from ludus.services.numbers import NO_VALUE, format_compact, format_duration, format_fixed
 from ludus.services.report import curves, fine_tuning
@@ -86,7 +87,7 @@ def write_comparison(run_dirs: Sequence[Path], output: Path | None = None) -> Pa
         unit=unit,
         notices=[f"{run.name}: {notice}" for run in runs for notice in list_notices(run.files)],
         environments=[] if is_fine_tuning else _list_environments(runs),
-        result_titles=_list_result_titles(is_fine_tuning),
+        result_titles=_list_result_titles(runs, is_fine_tuning),
         result_rows=list(_list_result_rows(runs, is_fine_tuning)),
         learning_charts=(
             _make_validation_charts(runs) if is_fine_tuning else _make_learning_charts(runs)
@@ -114,8 +115,21 @@ def _list_environments(runs: Sequence[ComparedRun]) -> list[str]:
     return list(dict.fromkeys(name for run in runs for name in run.files.environments))
 
 
-def _list_result_titles(is_fine_tuning: bool) -> list[str]:
-    results = ["Validation loss"] if is_fine_tuning else ["Wins", "95% interval", "Return"]
+def _choose_wording(runs: Sequence[ComparedRun], environments: Sequence[str]) -> Wording:
+    """Return the words for the outcomes of the runs in some environments."""
+    return choose_wording(
+        *(
+            run.files.is_game(name)
+            for run in runs
+            for name in environments
+            if name in run.files.environments
+        )
+    )
+
+
+def _list_result_titles(runs: Sequence[ComparedRun], is_fine_tuning: bool) -> list[str]:
+    success = _choose_wording(runs, _list_environments(runs)).success.capitalize()
+    results = ["Validation loss"] if is_fine_tuning else [success, "95% interval", "Return"]
     last_interval = [] if is_fine_tuning else ["95% interval"]
     unit = "Conversations" if is_fine_tuning else "Episodes"
     return [*results, *last_interval, "Steps", unit, "Training time"]
@@ -137,7 +151,7 @@ def _list_result_rows(runs: Sequence[ComparedRun], is_fine_tuning: bool) -> Iter
         for environment in files.environments:
             cells = [
                 cell
-                for measure in (curves.WIN_RATE, curves.EXPECTED_RETURN)
+                for measure in curves.MEASURES
                 for cell in _format_latest_result(files, environment, measure)
             ]
             yield ResultRow(run, environment, (*cells, *progress))
@@ -169,8 +183,8 @@ def _make_learning_charts(runs: Sequence[ComparedRun]) -> dict[str, dict[str, Li
     """Return the learning curves by environment and measure."""
     charts: dict[str, dict[str, LineChart]] = {}
     for environment in _list_environments(runs):
-        for measure in (curves.WIN_RATE, curves.EXPECTED_RETURN):
-            members = [run for run in runs if environment in run.files.environments]
+        members = [run for run in runs if environment in run.files.environments]
+        for measure in curves.name_measures(_choose_wording(members, [environment])):
             points = [curves.make_eval_points(run.files, environment, measure) for run in members]
             lines = _name_lines(members, points)
             if lines:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ludus.proto.config import SftRun
 from ludus.proto.metrics import REWARD_TERM_PREFIX, EvalMetric, TrainMetric, combine_metric
 from ludus.proto.runs import MetricsRow, PolicyResult
+from ludus.proto.wording import Wording, choose_wording
 from ludus.services.display import format_policy_name
 from ludus.services.numbers import (
     format_compact,
@@ -61,8 +62,8 @@ class Measure:
         return row.values.get(self.metric), interval
 
 
-WIN_RATE = Measure(
-    name="Win rate",
+_SUCCESS_RATE = Measure(
+    name="Success rate",
     metric=EvalMetric.WIN_RATE,
     low_metric=EvalMetric.WIN_RATE_CI95_LOW,
     high_metric=EvalMetric.WIN_RATE_CI95_HIGH,
@@ -71,7 +72,7 @@ WIN_RATE = Measure(
     format_tick=lambda share: format_percent(share, 0),
     format_interval=format_percent_interval,
 )
-EXPECTED_RETURN = Measure(
+_EXPECTED_RETURN = Measure(
     name="Expected return",
     metric=EvalMetric.RETURN_MEAN,
     low_metric=EvalMetric.RETURN_CI95_LOW,
@@ -81,6 +82,7 @@ EXPECTED_RETURN = Measure(
     format_tick=lambda value: format_fixed(value, 2),
     format_interval=format_fixed_interval,
 )
+MEASURES = (_SUCCESS_RATE, _EXPECTED_RETURN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,12 +142,6 @@ FINE_TUNING_CURVES = (
     TrainingCurve(TrainMetric.TOKENS_PER_SECOND, "Training", "tokens per second"),
     TrainingCurve(TrainMetric.MFU, "MFU", "share of the device's peak"),
 )
-SHARED_CURVES = (
-    _REWARD,
-    TrainingCurve(TrainMetric.WIN_RATE, "Wins", "share of episodes"),
-    _ZERO_VARIANCE,
-)
-"""Curves of the whole run that are also drawn per environment if the run has several."""
 ENVIRONMENT_CURVES = (
     _make_share_curve(TrainMetric.NUM_EPISODES_INVALID, "Invalid answers"),
     _make_share_curve(TrainMetric.NUM_EPISODES_TRUNCATED, "Truncated"),
@@ -176,6 +172,11 @@ class SmallChart:
     latest: str
     """Latest moving mean, as text."""
     chart: LineChart
+
+
+def name_measures(wording: Wording) -> tuple[Measure, Measure]:
+    """Return the measures, with the name of the success rate in this wording."""
+    return replace(_SUCCESS_RATE, name=wording.success_rate.capitalize()), _EXPECTED_RETURN
 
 
 def make_learning_curve(
@@ -226,7 +227,11 @@ def make_training_charts(run: RunFiles) -> list[SmallChart]:
 def make_environment_charts(run: RunFiles, environment: str) -> list[SmallChart]:
     """Make a chart of each training metric that one environment recorded."""
     rows = run.select_rows("environment", environment)
-    shared_curves = SHARED_CURVES if len(run.environments) > 1 else ()
+    shared_curves: tuple[TrainingCurve, ...] = ()
+    if len(run.environments) > 1:
+        success = choose_wording(run.is_game(environment)).success.capitalize()
+        success_curve = TrainingCurve(TrainMetric.WIN_RATE, success, "share of episodes")
+        shared_curves = (_REWARD, success_curve, _ZERO_VARIANCE)
     return _make_small_charts(
         rows, (*shared_curves, *ENVIRONMENT_CURVES, *_make_term_curves(rows)), make_marks(run)
     )

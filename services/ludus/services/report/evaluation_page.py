@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ludus.proto.evaluations import EvaluatedEpisode, ModelEvaluation
+from ludus.proto.wording import choose_wording
 from ludus.services import display
 from ludus.services.numbers import format_fixed, format_fixed_interval
 from ludus.services.report.files import render_template, write_atomically
@@ -28,6 +29,7 @@ def write_evaluation_report(evaluation: ModelEvaluation, path: Path) -> Path:
         lead=display.describe_evaluation(evaluation),
         notes=list(display.describe_models(evaluation)),
         results=results,
+        wording=choose_wording(evaluation.is_game),
         scale=make_return_scale(results),
         tiles=_make_tiles(evaluation),
         episodes_by_seed=_group_by_seed(evaluation),
@@ -46,7 +48,7 @@ def _make_tiles(evaluation: ModelEvaluation) -> list[Tile]:
         if result.win_rate is None:
             figure, notes = return_text, [f"mean {return_note}, 95%"]
         else:
-            figure, notes = display.describe_wins(result), [return_note]
+            figure, notes = display.describe_success(result), [return_note]
         tiles.append(Tile(name, figure, notes, is_main=True))
     return tiles
 

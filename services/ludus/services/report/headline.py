@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ludus.proto.config import NetworkRun, RunConfig
 from ludus.proto.metrics import EvalMetric
 from ludus.proto.runs import NETWORK, EnvironmentResult, MetricsRow, Summary
+from ludus.proto.wording import Wording, choose_wording
 from ludus.services.display import describe_environment, format_policy_name
 from ludus.services.numbers import (
     format_compact,
@@ -54,7 +55,8 @@ def describe_result(run: RunFiles, environment: str) -> str:
     policy = run.summary.results[environment].report.policy
     if policy.win_rate is None:
         return f"{run.name}, return {format_fixed(policy.expected_return, 3)}"
-    return f"{run.name}, {format_percent(policy.win_rate)} wins"
+    success = choose_wording(run.is_game(environment)).success
+    return f"{run.name}, {format_percent(policy.win_rate)} {success}"
 
 
 def list_notices(run: RunFiles) -> list[str]:
@@ -78,7 +80,7 @@ def make_environment_tiles(run: RunFiles) -> dict[str, list[Tile]]:
         return {name: _make_result_tiles(run, name, result) for name, result in results.items()}
     rows_by_environment = {name: run.select_rows("eval", name) for name in run.environments}
     return {
-        name: _make_latest_tiles(eval_rows[-1])
+        name: _make_latest_tiles(eval_rows[-1], choose_wording(run.is_game(name)))
         for name, eval_rows in rows_by_environment.items()
         if eval_rows
     }
@@ -129,17 +131,18 @@ def list_run_facts(summary: Summary) -> list[tuple[str, str]]:
 
 def _make_result_tiles(run: RunFiles, environment: str, result: EnvironmentResult) -> list[Tile]:
     start, report, policy = result.start, result.report, result.report.policy
-    win_notes = [f"{format_percent_interval(policy.win_rate_ci95)} (95%)"]
+    success_notes = [f"{format_percent_interval(policy.win_rate_ci95)} (95%)"]
     return_notes = [f"{format_fixed_interval(policy.expected_return_ci95)} (95%)"]
     if start is not None:
-        win_notes.append(f"{format_percent(start.win_rate)} before training")
+        success_notes.append(f"{format_percent(start.win_rate)} before training")
         return_notes.append(f"{format_fixed(start.expected_return, 3)} before training")
-    has_wins = policy.win_rate is not None
+    reports_success = policy.win_rate is not None
     return_text = format_fixed(policy.expected_return, 3)
-    tiles = [Tile("Expected return", return_text, return_notes, is_main=not has_wins)]
-    if has_wins:
-        win_text = format_percent(policy.win_rate)
-        tiles.insert(0, Tile("Win rate", win_text, win_notes, is_main=True))
+    tiles = [Tile("Expected return", return_text, return_notes, is_main=not reports_success)]
+    if reports_success:
+        title = choose_wording(report.is_game).success_rate.capitalize()
+        rate_text = format_percent(policy.win_rate)
+        tiles.insert(0, Tile(title, rate_text, success_notes, is_main=True))
     if report.gap_closed is not None:
         config = run.find_environment_config(environment)
         random_name = format_policy_name((config.random_policy if config else "") or "random")
@@ -150,10 +153,10 @@ def _make_result_tiles(run: RunFiles, environment: str, result: EnvironmentResul
     return tiles
 
 
-def _make_latest_tiles(row: MetricsRow) -> list[Tile]:
+def _make_latest_tiles(row: MetricsRow, wording: Wording) -> list[Tile]:
     values = row.values
     figures: dict[str, tuple[EvalMetric, Callable[[float], str]]] = {
-        "Win rate": (EvalMetric.WIN_RATE, format_percent),
+        wording.success_rate.capitalize(): (EvalMetric.WIN_RATE, format_percent),
         "Expected return": (EvalMetric.RETURN_MEAN, lambda mean: format_fixed(mean, 3)),
         "Gap closed": (EvalMetric.GAP_CLOSED, format_percent),
     }

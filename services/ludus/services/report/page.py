@@ -8,6 +8,7 @@ from pathlib import Path
 from ludus.proto.config import SftRun
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import REPORT_FILE, Transcript
+from ludus.proto.wording import choose_wording
 from ludus.services import display
 from ludus.services.report import curves, fine_tuning, headline
 from ludus.services.report.before_after import pair_samples
@@ -66,6 +67,7 @@ def _render_page(run: RunFiles, step: int | None) -> str:
         **_make_headline(run),
         legend_colors=make_legend_colors(),
         policies={name: display.list_policies(result) for name, result in results.items()},
+        wordings={name: choose_wording(result.report.is_game) for name, result in results.items()},
         make_return_scale=make_return_scale,
         training_charts=curves.make_training_charts(run),
         environment_charts={
@@ -114,7 +116,7 @@ def _make_headline(run: RunFiles) -> dict[str, object]:
 
 def _render_figure(run: RunFiles) -> str:
     environment = run.chart.environment if run.chart else next(iter(run.environments), "")
-    # The first measure is the win rate, or the return if the environment reports no wins.
+    # The first measure is the share of successes, or the return if they are unknown.
     curve = next(iter(_make_measure_charts(run, environment, _FIGURE_FRAME).values()), None)
     if curve is None:
         raise ConfigError(
@@ -148,7 +150,7 @@ def _make_learning_curves(run: RunFiles) -> dict[str, dict[str, LineChart]]:
 def _make_measure_charts(run: RunFiles, environment: str, frame: Frame) -> dict[str, LineChart]:
     return {
         measure.name: chart
-        for measure in (curves.WIN_RATE, curves.EXPECTED_RETURN)
+        for measure in curves.name_measures(choose_wording(run.is_game(environment)))
         if (chart := curves.make_learning_curve(run, environment, measure, frame)) is not None
     }
 

@@ -87,6 +87,12 @@ class RunFiles:
             return None
         return self.config.environments.get(environment)
 
+    def is_game(self, environment: str) -> bool:
+        """Return False if the environment has tasks instead of games."""
+        if self.summary is not None:
+            return self.summary.results[environment].report.is_game
+        return all(row.is_game for row in self.metrics if row.environment == environment)
+
     def select_rows(self, kind: RowKind, environment: str | None = None) -> list[MetricsRow]:
         """Return the metrics rows of a kind, for one environment or for all."""
         rows = [row for row in self.metrics if row.kind == kind]

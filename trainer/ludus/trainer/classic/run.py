@@ -101,7 +101,10 @@ class OpenNetworkRun:
         self.metrics.log_phase(Phase.START_ENVIRONMENT)
         environments = make_environments(run.environment, run.ppo.num_environments)
         exit_stack.enter_context(closing(environments))
-        self.metrics.set_environment_options({self._environment_name: environments.options})
+        self.metrics.set_environments(
+            {self._environment_name: environments.options},
+            {self._environment_name} if environments.is_game else set(),
+        )
         max_games = max(run.eval.num_games, run.eval.num_games_during)
         self._eval_environments = make_environments(
             run.environment, choose_num_eval_environments(max_games)
@@ -282,7 +285,7 @@ class OpenNetworkRun:
         """Evaluate the policy; return a report with the baselines' results on the same seeds."""
         outcomes = self.play_eval_episodes(_list_eval_seeds(self.run, num_games))
         baselines = {name: baseline[:num_games] for name, baseline in self._baselines.items()}
-        return _make_report(self.run, outcomes, baselines)
+        return _make_report(self.run, self._eval_environments, outcomes, baselines)
 
     def _play_baselines(self) -> dict[str, list[EpisodeOutcome]]:
         run = self.run
@@ -366,7 +369,7 @@ def evaluate(run: NetworkRun, checkpoint: Path) -> Evaluation:
         policy = make_policy(run, environments)
         restore_learner_state(checkpoint, lambda state: policy.load_state_dict(state["policy"]))
         outcomes = _play_policy(run, policy, environments, _list_eval_seeds(run, num_games))
-    report = _make_report(run, outcomes, {})
+        report = _make_report(run, environments, outcomes, {})
     return Evaluation(environments={next(iter(run.environments)): report})
 
 
@@ -401,6 +404,7 @@ def _play_policy(
 
 def _make_report(
     run: NetworkRun,
+    environments: VectorEnvironment,
     outcomes: Sequence[EpisodeOutcome],
     baselines: Mapping[str, Sequence[EpisodeOutcome]],
 ) -> EvalReport:
@@ -410,6 +414,7 @@ def _make_report(
         temperature=run.eval.temperature,
         gap_closed=None,
         gap_closed_ci95=None,
+        is_game=environments.is_game,
     )
 
 

@@ -69,6 +69,12 @@ class Infrastructure:
         environments = self.environments.items()
         return {name: environment.description.return_range for name, environment in environments}
 
+    @property
+    def games(self) -> frozenset[str]:
+        """Names of the environments that are games, not tasks."""
+        environments = self.environments.items()
+        return frozenset(name for name, item in environments if item.description.is_game)
+
     def find_max_games(self, config: EvalConfig) -> dict[str, int]:
         """Return the maximum number of evaluation episodes, for environments with tasks."""
         max_games = {
@@ -119,8 +125,9 @@ async def start_components(
     """Start the learner, the workers and the buffer of a run; stop them after the block."""
     environments, placement = infrastructure.environments, infrastructure.placement
     run = keep_chat_template(run)
-    metrics.set_environment_options(
-        {name: environment.description.options for name, environment in environments.items()}
+    metrics.set_environments(
+        {name: environment.description.options for name, environment in environments.items()},
+        infrastructure.games,
     )
     metrics.log_phase(Phase.PREPARE_MODEL)
     await checks.check_first_texts(run, environments)
@@ -156,6 +163,7 @@ async def start_components(
                 workers,
                 baselines,
                 infrastructure.find_max_games(run.eval),
+                infrastructure.games,
             ),
             tokenizer=tokenizer,
             canary=canary,

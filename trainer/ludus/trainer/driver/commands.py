@@ -97,8 +97,14 @@ async def _evaluate_checkpoint(run: LanguageModelRun, checkpoint: Path) -> Evalu
             play_all_baselines(run, infrastructure.environments),
         )
         try:
-            max_games = infrastructure.find_max_games(run.eval)
-            evaluator = Evaluator(run.eval, run.environments, workers, baselines, max_games)
+            evaluator = Evaluator(
+                run.eval,
+                run.environments,
+                workers,
+                baselines,
+                infrastructure.find_max_games(run.eval),
+                infrastructure.games,
+            )
             return Evaluation(environments=await evaluator.evaluate(run.eval.num_games))
         finally:
             await workers.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -44,6 +44,8 @@ class Evaluator:
     """Outcomes by environment and fixed policy, in the order of the seeds."""
     max_games: Mapping[str, int] = field(default_factory=dict)
     """Maximum number of episodes, for environments in which it is limited."""
+    games: Set[str] = frozenset()
+    """Names of the environments that are games, not tasks."""
 
     async def evaluate(self, num_games: int) -> dict[str, EvalReport]:
         """Evaluate the policy on the first `num_games` seeds; return a report by environment."""
@@ -72,7 +74,7 @@ class Evaluator:
         num_played = min(num_games, self.max_games.get(environment, num_games))
         if num_played < num_games:
             _log.info(
-                "the evaluation in '%s' plays %d games, not %d, because of its number of tasks "
+                "the evaluation in '%s' plays %d episodes, not %d, because of its number of tasks "
                 "(eval.max_games_per_task; one for each task at temperature 0)",
                 environment,
                 num_played,
@@ -97,6 +99,7 @@ class Evaluator:
             gap_closed=gap_closed[0] if gap_closed else None,
             gap_closed_ci95=gap_closed[1] if gap_closed else None,
             num_games_requested=num_games if num_played < num_games else None,
+            is_game=environment in self.games,
         )
 
 

@@ -224,6 +224,7 @@ def _make_plan(
     return EvaluationPlan(
         environment=next(iter(run.environments)) if is_local else environment.description.name,
         options=dict(environment.description.options),
+        is_game=environment.description.is_game,
         num_episodes=len(seeds),
         models=tuple(model.name for model in models),
         baselines=tuple(policies),

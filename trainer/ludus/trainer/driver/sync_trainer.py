@@ -26,6 +26,7 @@ from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import UserError
 from ludus.proto.metrics import TrainMetric
 from ludus.proto.runs import EvalReport, Resume, Summary
+from ludus.proto.wording import choose_wording
 from ludus.trainer.driver.loops.steps import Step
 from ludus.trainer.driver.trainer import Trainer
 from ludus.trainer.run.columns import MetricColumns
@@ -310,7 +311,8 @@ def _list_results(step: Step) -> dict[str, str]:
     results = {} if reward is None else {"reward": f"{reward:.3f}"}
     for report in (step.evaluation or {}).values():
         win_rate, mean = report.policy.win_rate, report.policy.expected_return
-        results["evaluation"] = f"{mean:.3f}" if win_rate is None else f"{win_rate:.1%} wins"
+        success = choose_wording(report.is_game).success
+        results["evaluation"] = f"{mean:.3f}" if win_rate is None else f"{win_rate:.1%} {success}"
     return results
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -93,6 +93,8 @@ class MetricsWriter:
         """
         self._path = path
         self._first_step = resume_from or 0
+        self._task_environments: Set[str] = frozenset()
+        """Names of the environments that are not games."""
         rows: list[MetricsRow] = []
         if resume_from is not None:
             rows, last_step = _drop_later_rows(path, resume_from)
@@ -111,8 +113,14 @@ class MetricsWriter:
         )
         self._open_files()
 
-    def set_environment_options(self, options: Mapping[str, JsonObject]) -> None:
-        """Pass the options of each environment, by its name, to the sinks."""
+    def set_environments(self, options: Mapping[str, JsonObject], games: Set[str]) -> None:
+        """Set what rows and sinks say about the environments.
+
+        Args:
+            options: options of each environment, by its name.
+            games: names of the environments that are games.
+        """
+        self._task_environments = options.keys() - games
         self._sinks.set_environment_options(options)
 
     def log_phase(self, phase: Phase, step: int | None = None) -> None:
@@ -234,11 +242,14 @@ class MetricsWriter:
         step: int,
         values: Mapping[str, float] | None = None,
         num_games_trained: int = 0,
+        environment: str | None = None,
         **fields: Any,
     ) -> None:
         row = MetricsRow(
             kind=kind,
             step=step,
+            environment=environment,
+            is_game=environment not in self._task_environments,
             elapsed_s=self.clock.elapsed_s,
             num_games_trained=num_games_trained,
             values={str(name): float(value) for name, value in (values or {}).items()},

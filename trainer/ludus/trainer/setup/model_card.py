@@ -12,6 +12,7 @@ from ludus.env.text.terminal import clean_for_terminal
 from ludus.env.transports.address import parse_address
 from ludus.proto.config import EnvironmentConfig, LanguageModelRun, PretrainedModel, SftRun
 from ludus.proto.runs import SUMMARY_FILE, EnvironmentResult, PolicyResult, SftSummary, Summary
+from ludus.proto.wording import choose_wording
 
 CARD_FILE = "README.md"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -107,7 +108,8 @@ def _write_rows(result: EnvironmentResult) -> list[str]:
     name = _quote(result.environment)
     rows = []
     if result.report.policy.win_rate is not None:
-        rows.append((name, "success", *map(_format_success, policies)))
+        rate = choose_wording(result.report.is_game).success_rate
+        rows.append((name, rate, *map(_format_success, policies)))
     rows.append((name, "return", *map(_format_return, policies)))
     return [f"| {' | '.join(row)} |" for row in rows]
 
