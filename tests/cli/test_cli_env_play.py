@@ -130,6 +130,22 @@ def test_tool_calls_do_not_end_the_interactive_episode(play: PlayFunction, tmp_p
     assert "this environment has no tools" in frozen_lake_result.out
 
 
+def test_tool_that_pays_ends_the_interactive_episode(
+    play: PlayFunction, ludus: RunCli, tmp_path: Path
+) -> None:
+    recording_path = tmp_path / "paid.jsonl"
+    lines = [":call look", ":call tip", ':call submit {"word": "moon"}', "n"]
+    target = "tests.env.paying_env:PayingEnv"
+    result = play(lines, target, "--seed", "1", "--record", str(recording_path))
+    assert result.code == 0, result.err
+    assert "reward 0.5, score 0.5" in result.out
+    assert "-- terminated after 0 steps, return 1.5, success" in result.out
+    (episode,) = read_recording(recording_path)
+    assert (episode.episode_return, len(episode.steps)) == (1.5, 3)
+    result = ludus("env", "replay", str(recording_path))
+    assert result.code == 0, result.out
+
+
 def test_replay_accepts_a_recorded_episode_and_detects_changes(
     play: PlayFunction, ludus: RunCli, tmp_path: Path
 ) -> None:

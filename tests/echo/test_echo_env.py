@@ -75,7 +75,9 @@ async def test_steps_and_tools_work_over_connections() -> None:
         assert await asyncio.to_thread(send_two_messages, server.http_address) == [1.3, 0.2]
         async with await AsyncEnvClient.connect(server.grpc_address) as client:
             session, _ = await client.open()
-            assert await session.call_tool("echo_message", {"message": "a"}) == {"result": "a"}
+            assert (await session.call_tool("echo_message", {"message": "a"})).content == {
+                "result": "a"
+            }
 
 
 def send_two_messages(address: str) -> list[float | None]:

@@ -132,7 +132,7 @@ async def test_lingering_session_calls_a_tool_after_an_idle_connection_was_lost(
         proxy.cut()
         await wait_until(lambda: stream.break_reason is not None)
         proxy.refuses_connections = False
-        assert await session.call_tool("note", {"text": "hello"}) == {"notes": ["hello"]}
+        assert (await session.call_tool("note", {"text": "hello"})).content == {"notes": ["hello"]}
 
 
 @pytest.mark.long

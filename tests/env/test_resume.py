@@ -221,16 +221,18 @@ async def test_tool_calls_are_replayed_in_the_replacement_session(
 
         session, _ = await client.open(seed=1, resume=True)
         arguments = {"text": "a"}
-        assert await session.call_tool("note", arguments) == {"notes": ["a"]}
+        assert (await session.call_tool("note", arguments)).content == {"notes": ["a"]}
         arguments["text"] = "changed by the caller"
         await session.step({"add": 1})
         with pytest.raises(ToolError):
             await session.call_tool("fail")
         await close_sessions()
-        assert await session.call_tool("note", {"text": "b"}) == {"notes": ["a", "b"]}
+        assert (await session.call_tool("note", {"text": "b"})).content == {"notes": ["a", "b"]}
         await close_sessions()
         assert (await session.step({"add": 2})).observation["total"] == 3
-        assert await session.call_tool("note", {"text": "c"}) == {"notes": ["a", "b", "c"]}
+        assert (await session.call_tool("note", {"text": "c"})).content == {
+            "notes": ["a", "b", "c"]
+        }
         assert session.num_resumes == 2
 
 

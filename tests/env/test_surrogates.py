@@ -122,7 +122,7 @@ async def play_and_compare(session: Any, text: str) -> None:
     for call in (session.step({"index": 1}), session.call_tool("say", {"x": 1})):
         with pytest.raises(EnvError):
             await call
-    assert await session.call_tool("say", {}) == {"text": [text], text: 1}
+    assert (await session.call_tool("say", {})).content == {"text": [text], text: 1}
     state = await session.state()
     assert (state["text"], state["parts"]) == (text, [{"text": text}])
     result = await session.step({"index": 0})

@@ -35,7 +35,7 @@ def report_on_target(target: str) -> dict[str, Any]:
     }
     environment.reset(seed=3)
     if description.tools:
-        report["echo"] = environment.call_tool("echo", {"message": "hi"})
+        report["echo"] = environment.call_tool("echo", {"message": "hi"}).content
         report["no_tool"] = call_unknown_tool(environment)
         action = environment.action_type.model_validate({"type": "list_tools"})
         report["listed"] = environment.step(action).observation.model_dump(mode="json")["tools"]

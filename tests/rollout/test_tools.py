@@ -25,6 +25,7 @@ from ludus.trainer.rollout.adapters.tool_adapter import (
 )
 from ludus.trainer.rollout.rewards.scoring import PlayedEpisode
 from tests.env.counting_env import CountingEnv
+from tests.env.paying_env import PayingEnv
 from tests.rollout.calculator_env import CalculatorEnv
 from tests.rollout.chat_templates import QWEN3, QWEN25, make_family_tokenizer
 from tests.rollout.scripted_policy import make_runner, play_once
@@ -110,6 +111,29 @@ async def test_tool_descriptions_and_results_are_not_trained_on(
     assert "<tool_response>" in prompt_text
     assert "<tool_call>" in sampled_text
     assert "sum" not in sampled_text
+
+
+@pytest.mark.parametrize("wire", ["grpc", "http"])
+async def test_tool_that_pays_and_ends_the_episode(chat: ChatTokenizer, wire: str) -> None:
+    submit, tip = format_call("submit", word="moon"), format_call("tip")
+    async with EnvServer(PayingEnv, ServerOptions(port=0)) as server:
+        address = server.grpc_address if wire == "grpc" else server.http_address
+        async with await AsyncEnvClient.connect(address) as paying_client:
+            script = iter([tip, format_call("look"), tip + submit + tip])
+            paid_episode = await play(paying_client, chat, lambda _: next(script))
+            script = iter([format_call("submit", word="sun")])
+            unpaid_episode = await play(paying_client, chat, lambda _: next(script))
+            script = iter([tip + format_call("give_up")])
+            cut_episode = await play(paying_client, chat, lambda _: next(script))
+    rollout = paid_episode.rollout
+    assert (rollout.status, rollout.success) == (RolloutStatus.TERMINATED, True)
+    assert [turn.reward for turn in rollout.turns] == [0.5, 0.0, 1.5]
+    assert (rollout.reward, rollout.num_tool_calls) == (2.0, 4), "no call after the end"
+    rollout = unpaid_episode.rollout
+    assert (rollout.status, rollout.success) == (RolloutStatus.TERMINATED, False)
+    rollout = cut_episode.rollout
+    assert (rollout.status, rollout.reward) == (RolloutStatus.TRUNCATED, 0.5)
+    assert rollout.limit == "", "the environment truncated the episode, not the run"
 
 
 async def test_multiple_calls_in_one_completion_run_in_order(
@@ -260,7 +284,7 @@ async def test_environment_without_tools_is_rejected(chat: ChatTokenizer) -> Non
 
 async def test_client_returns_tool_results_and_raises_tool_errors(client: AsyncEnvClient) -> None:
     session, _ = await client.open(seed=5)
-    assert await session.call_tool("add", {"a": 2, "b": 3}) == {"sum": 5}
+    assert (await session.call_tool("add", {"a": 2, "b": 3})).content == {"sum": 5}
     with pytest.raises(ToolError, match="expected two integers"):
         await session.call_tool("add")
     with pytest.raises(ToolError):
@@ -275,7 +299,7 @@ async def test_synchronous_client_calls_tools() -> None:
         def call_add() -> dict[str, Any]:
             with EnvClient.connect(server.grpc_address) as client:
                 session, _ = client.open(seed=5)
-                return session.call_tool("add", {"a": 2, "b": 3})
+                return session.call_tool("add", {"a": 2, "b": 3}).content
 
         assert await asyncio.to_thread(call_add) == {"sum": 5}
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         TaskSet,
         TextView,
         Tool,
+        ToolResult,
         Transition,
     )
     from ludus.proto.errors import ToolError
@@ -40,6 +41,7 @@ __all__ = [
     "TextView",
     "Tool",
     "ToolError",
+    "ToolResult",
     "Transition",
 ]
 

@@ -22,6 +22,7 @@ from ludus.env.types import (
     MESSAGE_ROLES,
     Action,
     JsonObject,
+    ToolResult,
     Transition,
     has_message_role,
 )
@@ -119,6 +120,42 @@ class EncodedResult:
         if self.tensors:
             num_bytes += sum(array.nbytes for array in self.tensors.values())
         return num_bytes
+
+
+@dataclass(slots=True)
+class EncodedToolResult:
+    """The result of a tool call that every wire can send; must not be changed."""
+
+    content_json: bytes
+    reward: float | None = None
+    terminated: bool = False
+    truncated: bool = False
+    success: bool | None = None
+
+    @property
+    def done(self) -> bool:
+        """True if the call ended the episode, for either reason."""
+        return self.terminated or self.truncated
+
+
+def encode_tool_result(name: str, result: JsonObject | ToolResult) -> EncodedToolResult:
+    """Encode the result of the tool `name` as JSON.
+
+    Raises:
+        ExecutionError: no wire can encode the result. Other errors have the same cause.
+    """
+    if not isinstance(result, ToolResult):
+        result = ToolResult(result)
+    content_json = dump_json(result.content)
+    check_size(f"a result of tool '{name}'", len(content_json))
+    reward, success = result.reward, result.success
+    return EncodedToolResult(
+        content_json,
+        None if reward is None else _check_reward(reward),
+        bool(result.terminated),
+        bool(result.truncated),
+        None if success is None else bool(success),
+    )
 
 
 def encode_transition(

@@ -18,6 +18,7 @@ from ludus.env.types import (
     StateT,
     TaskSet,
     Tool,
+    ToolResult,
     Transition,
 )
 from ludus.proto.errors import ToolError
@@ -129,8 +130,10 @@ class Environment(ABC, Generic[ActionT, ObservationT, StateT]):
         """Tools that a player may call between steps; empty by default."""
         return []
 
-    def call_tool(self, name: str, arguments: JsonObject) -> JsonObject:
+    def call_tool(self, name: str, arguments: JsonObject) -> JsonObject | ToolResult:
         """Call a tool and return its result as a JSON object.
+
+        A `ToolResult` adds a reward to the episode or ends it.
 
         Raises:
             ToolError: the tool does not exist, or it failed; the episode continues.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypedDict, TypeGuard, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -171,6 +171,40 @@ class Tool:
     description: str
     input_schema: JsonObject = field(default_factory=lambda: {"type": "object"})
     """JSON schema of the arguments, which are an object."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """The result of a tool call, in the environment and in the client.
+
+    A tool call is not a step, so the number of steps stays the same.
+    """
+
+    content: JsonObject
+    """Result for the player."""
+    reward: float | None = None
+    """Reward of the call, which is part of the episode's return; None if there is none."""
+    terminated: bool = False
+    """True if the call ended the episode by the rules."""
+    truncated: bool = False
+    """True if the call ended the episode by a limit outside the rules."""
+    success: bool | None = None
+    """True if the player solved or won the episode; None if it continues or is not judged."""
+
+    @property
+    def done(self) -> bool:
+        """True if the call ended the episode, for either reason."""
+        return self.terminated or self.truncated
+
+    def update(self, result: StepResult) -> StepResult:
+        """Return the last result of the episode with the reward and the end that this call adds."""
+        return replace(
+            result,
+            reward=self.reward,
+            terminated=self.terminated,
+            truncated=self.truncated,
+            success=self.success,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,6 @@ class _TerminalPlay:
                     break
                 result = next_result
                 episode_return += result.reward or 0.0
-                self._show_result(result)
                 self._print(f"reward {result.reward or 0.0:g}, score {episode_return:g}", "dim")
         if result.done:
             end_reason = "terminated" if result.terminated else "truncated"
@@ -134,40 +133,54 @@ class _TerminalPlay:
             self._writer.end_episode(end_reason if result.done else "the player quit")
 
     def _read_turn(self, session: Session, result: StepResult) -> StepResult | None:
-        """Return the result of the player's next accepted answer; None if the player gives up."""
+        """Return the result of the player's next turn, and show it; None if the player gives up.
+
+        A turn is an accepted answer, or a tool call that pays a reward or ends the episode.
+        """
         while True:
             line = self._read_line("> ").strip()
             if line in (":quit", ":q"):
                 raise _QuitError
             if line == ":new":
                 return None
-            if line == ":state":
+            next_result = None
+            if line.partition(" ")[0] == ":call":
+                next_result = self._try_call(session, line, result)
+            elif line == ":state":
                 self._print(json.dumps(session.state(), indent=2))
-            elif line == ":tools":
-                self._show_tools()
-            elif line.partition(" ")[0] == ":call":
-                self._call_tool(session, line)
-            elif line in (":help", "?"):
-                self._print(self._make_help())
-                self._show_legal_answers(result)
+            elif line in (":tools", ":help", "?"):
+                self._show_help(line, result)
             elif line:
                 next_result = self._try_step(session, line, result)
-                if next_result is not None:
-                    return next_result
+            if next_result is not None:
+                return next_result
 
-    def _call_tool(self, session: Session, line: str) -> None:
-        """Call a tool for the player and print its result, which does not end the turn."""
-        _, tool_name, arguments = [*line.split(maxsplit=2), "", ""][:3]
+    def _try_call(self, session: Session, line: str, result: StepResult) -> StepResult | None:
+        """Call a tool for the player and show its result.
+
+        Return the new result of the episode; None if the call is refused, or neither pays a reward
+        nor ends the episode.
+        """
+        _, tool_name, arguments_json = [*line.split(maxsplit=2), "", ""][:3]
         try:
-            tool_result = session.call_tool(tool_name, _parse_arguments(arguments))
+            arguments = _parse_arguments(arguments_json)
+            tool_result = session.call_tool(tool_name, arguments)
         except (ToolError, InvalidCallError, ExecutionError) as error:
             self._print(format_notice("refused", error), "yellow")
             self._show_tools()
-        else:
-            self._print(json.dumps(tool_result, indent=2)[:_MAX_SHOWN_CHARS])
-            if self._writer is not None:
-                message = "this call is not in the recording, which contains only steps"
-                self._print(message, "yellow")
+            return None
+        self._print(json.dumps(tool_result.content, indent=2)[:_MAX_SHOWN_CHARS])
+        if self._writer is not None:
+            self._writer.add_tool_call(tool_name, arguments, tool_result)
+        has_effect = tool_result.reward is not None or tool_result.done
+        return tool_result.update(result) if has_effect else None
+
+    def _show_help(self, line: str, result: StepResult) -> None:
+        if line == ":tools":
+            self._show_tools()
+            return
+        self._print(self._make_help())
+        self._show_legal_answers(result)
 
     def _make_help(self) -> str:
         return f"{_HELP}\n{_TOOLS_HELP}" if self._description.tools else _HELP
@@ -180,7 +193,7 @@ class _TerminalPlay:
             self._print("this environment has no tools", "dim")
 
     def _try_step(self, session: Session, line: str, result: StepResult) -> StepResult | None:
-        """Take a step with the player's answer; return None if the answer is refused."""
+        """Take a step with the player's answer and show its result; None if it is refused."""
         action = _parse_answer(line, self._description.action_schema, result.text is not None)
         try:
             if isinstance(action, str):
@@ -193,6 +206,7 @@ class _TerminalPlay:
             return None
         if self._writer is not None:
             self._writer.add_step(action, next_result)
+        self._show_result(next_result)
         return next_result
 
     def _show_result(self, result: StepResult) -> None:

@@ -28,7 +28,7 @@ from ludus.env.backoff import retry_refused
 from ludus.env.client.session import SessionStart, WireSession
 from ludus.env.encoding import DefaultSeeds, ResetArgs
 from ludus.env.sessions.interface import OpenArgs
-from ludus.env.types import EnvironmentDescription, JsonObject, StepResult
+from ludus.env.types import EnvironmentDescription, JsonObject, StepResult, ToolResult
 from ludus.proto.errors import (
     CapacityError,
     ConfigError,
@@ -42,7 +42,7 @@ from ludus.proto.errors import (
 )
 
 ResultT = TypeVar("ResultT")
-OutcomeT = TypeVar("OutcomeT", StepResult, JsonObject)
+OutcomeT = TypeVar("OutcomeT", StepResult, ToolResult)
 OpenSession = Callable[[OpenArgs], Awaitable[SessionStart]]
 
 _PAUSE_INCREMENT_S = 0.5
@@ -64,7 +64,7 @@ class _RecordedCall:
     """A step or a tool call of the current episode."""
 
     call_name: str
-    repeat: Callable[[WireSession], Awaitable[StepResult | JsonObject]]
+    repeat: Callable[[WireSession], Awaitable[StepResult | ToolResult]]
     """Makes the call in a session."""
     digest: bytes
     """Digest of the result or error."""
@@ -134,7 +134,7 @@ class ReplayingSession:
     async def state(self) -> JsonObject:
         return await self._resume_on_loss(lambda: self._wire_session.state())
 
-    async def call_tool(self, name: str, arguments: JsonObject) -> JsonObject:
+    async def call_tool(self, name: str, arguments: JsonObject) -> ToolResult:
         arguments = copy.deepcopy(arguments)
         return await self._resume_on_loss(
             lambda: self._record_call(
@@ -240,12 +240,14 @@ class ReplayingSession:
             )
 
 
-def digest_outcome(outcome: StepResult | JsonObject | EnvError) -> bytes:
+def digest_outcome(outcome: StepResult | ToolResult | EnvError) -> bytes:
     """Return a digest that is equal for two outcomes if a player cannot distinguish them."""
     hasher = hashlib.blake2b(digest_size=16)
     visible_content: Any = outcome
     if isinstance(outcome, EnvError):
         visible_content = outcome.code
+    elif isinstance(outcome, ToolResult):
+        visible_content = dataclasses.astuple(outcome)
     elif isinstance(outcome, StepResult):
         visible_content = [getattr(outcome, name) for name in _VISIBLE_FIELDS]
         for name, array in sorted(outcome.tensors.items()):

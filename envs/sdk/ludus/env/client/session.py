@@ -20,7 +20,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from ludus.env.encoding import ResetArgs, encode_json, make_encode_error
 from ludus.env.security.tracing import is_traced
-from ludus.env.types import Action, JsonObject, StepResult
+from ludus.env.types import Action, JsonObject, StepResult, ToolResult
 from ludus.proto.errors import (
     EpisodeStateError,
     ErrorCode,
@@ -54,7 +54,7 @@ class WireSession(Protocol):
     def state(self) -> Awaitable[JsonObject]:
         """Return the environment's state."""
 
-    def call_tool(self, name: str, arguments: JsonObject) -> Awaitable[JsonObject]:
+    def call_tool(self, name: str, arguments: JsonObject) -> Awaitable[ToolResult]:
         """Call a tool of the environment and return its result."""
 
     def close(self) -> Awaitable[None]:
@@ -134,14 +134,18 @@ class AsyncSession:
         """Return the environment's state."""
         return await self._call_alone(lambda: self.wire_session.state())
 
-    async def call_tool(self, name: str, arguments: JsonObject | None = None) -> JsonObject:
-        """Call a tool of the environment and return its result; the episode takes no step.
+    async def call_tool(self, name: str, arguments: JsonObject | None = None) -> ToolResult:
+        """Call a tool of the environment and return its result, which may end the episode.
+
+        A tool call is not a step. It has an effect on the return only if its result has a reward.
 
         Raises:
             ToolError: there is no such tool, or it failed; the episode continues.
             InfrastructureError: the session has ended and its episode is void.
         """
-        return await self._call_alone(lambda: self.wire_session.call_tool(name, arguments or {}))
+        result = await self._call_alone(lambda: self.wire_session.call_tool(name, arguments or {}))
+        self._end_if_done(result)
+        return result
 
     async def close(self) -> None:
         """Close the session. Closing a session that has ended is not an error."""
@@ -181,9 +185,12 @@ class AsyncSession:
 
     def _record(self, result: StepResult) -> StepResult:
         self._step_index = result.step_index
+        self._end_if_done(result)
+        return result
+
+    def _end_if_done(self, result: StepResult | ToolResult) -> None:
         if self._close_when_done and result.done:
             self._end_reason = "its episode ended and it was opened with close_when_done"
-        return result
 
     def _abandon(self, reason: str) -> None:
         self._end_reason = reason

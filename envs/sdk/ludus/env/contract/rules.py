@@ -30,6 +30,7 @@ from ludus.env.types import (
     Action,
     Observation,
     Tool,
+    ToolResult,
     Transition,
     has_message_role,
 )
@@ -81,26 +82,35 @@ def reset_has_no_reward(subject: CheckedEnvironment) -> None:
 def flags_and_rewards_have_their_types(subject: CheckedEnvironment) -> None:
     """Check that flags are bool and rewards float, because some wires reject NumPy's types."""
     for transition in subject.play(subject.seeds[0]).transitions:
-        for name in ("terminated", "truncated"):
-            flag = getattr(transition, name)
-            expect(type(flag) is bool, f"{name} to be a bool", f"{flag!r} ({type(flag).__name__})")
-        reward = transition.reward
-        is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
-        expect(reward is None or is_number, "a reward that is a float or None", repr(reward))
-        is_valid = reward is None or is_valid_reward(reward)
-        expect(is_valid, f"a reward that is {REWARD_RULE}, or None", repr(reward))
+        _require_types(transition)
 
 
 def success_is_reported_at_the_end(subject: CheckedEnvironment) -> None:
     """Check that success is a bool or None, and None before the end of an episode."""
     for seed in subject.seeds:
         for transition in subject.play(seed, policy_seed=seed).transitions:
-            success = transition.success
-            is_flag = success is None or type(success) is bool
-            actual = f"{success!r} ({type(success).__name__})"
-            expect(is_flag, "success to be a bool or None", actual)
-            is_over = transition.terminated or transition.truncated
-            expect(success is None or is_over, "success None before the end of an episode", success)
+            _require_success_at_end(transition)
+
+
+def _require_types(result: Transition[Any] | ToolResult, source: str = "") -> None:
+    for name in ("terminated", "truncated"):
+        flag = getattr(result, name)
+        actual = f"{flag!r} ({type(flag).__name__})"
+        expect(type(flag) is bool, f"{name} to be a bool{source}", actual)
+    reward = result.reward
+    is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
+    expect(reward is None or is_number, f"a reward that is a float or None{source}", repr(reward))
+    is_valid = reward is None or is_valid_reward(reward)
+    expect(is_valid, f"a reward that is {REWARD_RULE}, or None{source}", repr(reward))
+
+
+def _require_success_at_end(result: Transition[Any] | ToolResult, source: str = "") -> None:
+    success, is_over = result.success, result.terminated or result.truncated
+    is_flag = success is None or type(success) is bool
+    actual = f"{success!r} ({type(success).__name__})"
+    expect(is_flag, f"success to be a bool or None{source}", actual)
+    expected = f"success None before the end of an episode{source}"
+    expect(success is None or is_over, expected, success)
 
 
 def returns_are_in_the_declared_range(subject: CheckedEnvironment) -> None:
@@ -340,21 +350,26 @@ def an_unknown_tool_is_refused(subject: CheckedEnvironment) -> None:
 def tools_return_json_objects(subject: CheckedEnvironment) -> None:
     """Check that tools return JSON objects, or raise ToolError or InvalidCallError.
 
-    Arguments that fit the schema may still be invalid.
+    Arguments that fit the schema may still be invalid. Each tool is called in a new episode, which
+    it may end.
     """
     environment = subject.make()
     if not environment.tools:
         return
-    environment.reset(seed=subject.seeds[0])
     generator = random.Random(f"tools {subject.seeds[0]}")
     for tool in environment.tools:
+        environment.reset(seed=subject.seeds[0])
         arguments = draw_value({"type": "object", **tool.input_schema}, generator)
         try:
             tool_result = environment.call_tool(tool.name, arguments)
         except (ToolError, InvalidCallError):
             continue
-        expected = f"a JSON object from the tool '{tool.name}' with {arguments}"
-        expect(isinstance(tool_result, dict), expected, repr(tool_result))
+        source = f"from the tool '{tool.name}' with {arguments}"
+        if isinstance(tool_result, ToolResult):
+            _require_types(tool_result, f" {source}")
+            _require_success_at_end(tool_result, f" {source}")
+            tool_result = tool_result.content
+        expect(isinstance(tool_result, dict), f"a JSON object {source}", repr(tool_result))
         orjson.dumps(tool_result)
 
 

@@ -23,6 +23,7 @@ from ludus.env.messages.protobuf import (
     fill_error,
     fill_open_result,
     fill_result,
+    fill_tool_result,
     get_call_session_id,
     make_description_message,
     read_action,
@@ -116,9 +117,8 @@ class CallServer:
     async def _answer_tool(self, call: pb.Call, reply: pb.Reply, connection: Connection) -> None:
         request = call.call_tool
         arguments = read_json_object(request.arguments_json, "arguments_json")
-        result_json = await self._sessions.call_tool(request.session_id, request.name, arguments)
-        reply.call_tool.result_json = result_json
-        reply.call_tool.session_id = request.session_id
+        result = await self._sessions.call_tool(request.session_id, request.name, arguments)
+        fill_tool_result(reply.call_tool, request.session_id, result)
 
     async def _answer_detach(self, call: pb.Call, reply: pb.Reply, connection: Connection) -> None:
         await self._sessions.detach(call.detach.session_id, connection)

@@ -11,7 +11,14 @@ from typing import Any
 
 import orjson
 
-from ludus.env.encoding import MAX_SEED, EncodedResult, ResetArgs, encode_json
+from ludus.env.encoding import (
+    MAX_SEED,
+    SUCCESS_KEY,
+    EncodedResult,
+    EncodedToolResult,
+    ResetArgs,
+    encode_json,
+)
 from ludus.env.incoming.faults import shorten
 from ludus.env.messages.openenv import make_ludus_payload
 from ludus.env.sessions.interface import Sessions
@@ -21,6 +28,8 @@ from ludus.proto.errors import CallTimeoutError, EnvError, InfrastructureError, 
 START_EPISODE = "start_episode"
 TAKE_ACTION = "take_action"
 GET_STATE = "get_state"
+_NO_EFFECT = EncodedToolResult(b"")
+"""Result that adds no reward and does not end the episode."""
 _WRAPPED_PREFIX = b'{"result":'
 _TOOL_ACTION_KEYS = {
     "list_tools": frozenset({"type", "metadata"}),
@@ -76,7 +85,8 @@ async def call_tool(
     try:
         if not is_play_tool:
             encode_json(arguments, "arguments")
-            return _make_tool_result(await sessions.call_tool(session_id, name, arguments), [])
+            tool_result = await sessions.call_tool(session_id, name, arguments)
+            return _make_tool_result(tool_result.content_json, []) | _make_meta(tool_result)
         if name == GET_STATE:
             return _make_tool_result(await sessions.state(session_id), [])
         if name == START_EPISODE:
@@ -121,7 +131,7 @@ async def step_with_tools(sessions: Sessions, session_id: str, action: JsonObjec
         )
     try:
         encode_json(arguments, "arguments")
-        result_json = await sessions.call_tool(session_id, name, arguments)
+        tool_result = await sessions.call_tool(session_id, name, arguments)
     except CallTimeoutError as error:
         return _encode_payload(_make_failed_call(name, "timeout", error.message))
     except InfrastructureError:
@@ -130,8 +140,8 @@ async def step_with_tools(sessions: Sessions, session_id: str, action: JsonObjec
         return _encode_payload(_make_failed_call(name, "invalid_args", error.message))
     except EnvError as error:
         return _encode_payload(_make_failed_call(name, "execution_error", error.message))
-    result = _make_tool_result(result_json, [])
-    return _encode_payload({"tool_name": name, "result": result, "error": None})
+    result = _make_tool_result(tool_result.content_json, [])
+    return _encode_payload({"tool_name": name, "result": result, "error": None}, tool_result)
 
 
 def _make_failed_call(name: str, error_type: str, message: str) -> JsonObject:
@@ -139,8 +149,21 @@ def _make_failed_call(name: str, error_type: str, message: str) -> JsonObject:
     return {"tool_name": name, "result": None, "error": error}
 
 
-def _encode_payload(observation: JsonObject) -> bytes:
-    return orjson.dumps({"observation": observation, "reward": None, "done": False})
+def _encode_payload(observation: JsonObject, result: EncodedToolResult = _NO_EFFECT) -> bytes:
+    payload = {"observation": observation, "reward": result.reward, "done": result.done}
+    if result.done:
+        payload |= {"terminated": result.terminated, "truncated": result.truncated}
+    if result.success is not None:
+        payload["metadata"] = {SUCCESS_KEY: result.success}
+    return orjson.dumps(payload)
+
+
+def _make_meta(result: EncodedToolResult) -> JsonObject:
+    """Return MCP's field for what is not content: the reward, and the end of the episode."""
+    if result.reward is None and not result.done:
+        return {}
+    meta = {"reward": result.reward, "done": result.done, "success": result.success}
+    return {"_meta": {f"ludus/{key}": value for key, value in meta.items()}}
 
 
 def _read_start_args(arguments: JsonObject) -> ResetArgs:

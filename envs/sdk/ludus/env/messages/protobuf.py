@@ -13,7 +13,13 @@ from typing import Any
 import numpy as np
 import orjson
 
-from ludus.env.encoding import EncodedResult, EncodedText, ResetArgs, encode_json
+from ludus.env.encoding import (
+    EncodedResult,
+    EncodedText,
+    EncodedToolResult,
+    ResetArgs,
+    encode_json,
+)
 from ludus.env.incoming.faults import shorten_input
 from ludus.env.incoming.json_values import check_num_values
 from ludus.env.sessions.interface import OpenArgs, OpenResult
@@ -26,6 +32,7 @@ from ludus.env.types import (
     TaskSet,
     TextView,
     Tool,
+    ToolResult,
 )
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import (
@@ -233,6 +240,37 @@ def fill_call_tool(
     message.session_id = session_id
     message.name = name
     message.arguments_json = encode_json(arguments, "arguments")
+
+
+def fill_tool_result(
+    message: pb.CallToolResponse, session_id: str, result: EncodedToolResult
+) -> None:
+    """Write the result of a tool call into a message."""
+    message.session_id = session_id
+    message.result_json = result.content_json
+    message.terminated, message.truncated = result.terminated, result.truncated
+    if result.reward is not None:
+        message.reward = result.reward
+    if result.success is not None:
+        message.success = result.success
+
+
+def read_encoded_tool_result(message: pb.CallToolResponse) -> EncodedToolResult:
+    """Read the result of a tool call for forwarding, without decoding its JSON."""
+    return EncodedToolResult(
+        message.result_json,
+        message.reward if message.HasField("reward") else None,
+        message.terminated,
+        message.truncated,
+        message.success if message.HasField("success") else None,
+    )
+
+
+def read_tool_result(message: pb.CallToolResponse) -> ToolResult:
+    """Read the result of a tool call for a client."""
+    result = read_encoded_tool_result(message)
+    content = orjson.loads(result.content_json)
+    return ToolResult(content, result.reward, result.terminated, result.truncated, result.success)
 
 
 def read_reset_args(message: pb.ResetArgs) -> ResetArgs:

@@ -18,8 +18,8 @@ import numpy as np
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ludus.env.encoding import EncodedResult
-from ludus.env.types import EnvironmentDescription, JsonObject, StepResult
+from ludus.env.encoding import EncodedResult, EncodedToolResult
+from ludus.env.types import EnvironmentDescription, JsonObject, StepResult, ToolResult
 from ludus.proto.errors import ConfigError, NotFoundError
 
 _log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class RecordedStep(_Line):
     """Name of the called tool."""
     arguments: JsonObject | None = None
     result: RecordedResult | None = None
-    """None after an error and for tool calls."""
+    """None after an error, and for tool calls that neither paid a reward nor ended the episode."""
     tool_hash: str | None = None
     """Hash of the tool's result."""
     error: str | None = None
@@ -122,6 +122,23 @@ def record_result(result: EncodedResult | StepResult) -> RecordedResult:
         success=result.success,
         observation=observation if isinstance(result, StepResult) else None,
     )
+
+
+def record_tool_call(
+    name: str, arguments: JsonObject, content: Any, result: EncodedToolResult | ToolResult
+) -> RecordedStep:
+    """Convert a tool call and its result, whose content is given as a JSON value."""
+    content_hash = hash_observation(content)
+    step = RecordedStep(tool=name, arguments=arguments, tool_hash=content_hash)
+    if result.reward is not None or result.done:
+        step.result = RecordedResult(
+            observation_hash=content_hash,
+            reward=result.reward,
+            terminated=result.terminated,
+            truncated=result.truncated,
+            success=result.success,
+        )
+    return step
 
 
 def read_recording(path: Path) -> Iterator[RecordedEpisode]:
@@ -239,6 +256,11 @@ class EpisodeWriter:
         step = RecordedStep(text=action) if isinstance(action, str) else RecordedStep(action=action)
         step.result = record_result(result)
         self._episode.steps.append(step)
+
+    def add_tool_call(self, name: str, arguments: JsonObject, result: ToolResult) -> None:
+        """Add a tool call to the episode."""
+        assert self._episode is not None, "an episode has begun"
+        self._episode.steps.append(record_tool_call(name, arguments, result.content, result))
 
     def end_episode(self, reason: str) -> None:
         """Write the episode, if there is one."""

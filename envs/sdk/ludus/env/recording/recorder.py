@@ -16,7 +16,7 @@ from pathlib import Path
 
 import orjson
 
-from ludus.env.encoding import EncodedResult, ResetArgs
+from ludus.env.encoding import EncodedResult, EncodedToolResult, ResetArgs
 from ludus.env.recording.format import (
     MAX_FILE_BYTES,
     RECORDING_SUFFIX,
@@ -25,8 +25,8 @@ from ludus.env.recording.format import (
     RecordedStep,
     RecordingFile,
     format_timestamp,
-    hash_observation,
     record_result,
+    record_tool_call,
 )
 from ludus.env.sessions.interface import SessionRecorder
 from ludus.env.sessions.tombstones import SessionTombstone
@@ -133,17 +133,23 @@ class EpisodeRecorder(SessionRecorder):
                 self._end_episode(session_id, "terminated" if outcome.terminated else "truncated")
 
     def record_tool_call(
-        self, session_id: str, name: str, arguments: JsonObject, outcome: bytes | EnvError
+        self,
+        session_id: str,
+        name: str,
+        arguments: JsonObject,
+        outcome: EncodedToolResult | EnvError,
     ) -> None:
         running_episode = self._running_episodes.get(session_id)
         if running_episode is None:
             return
-        step = RecordedStep(tool=name, arguments=arguments)
         if isinstance(outcome, EnvError):
+            step = RecordedStep(tool=name, arguments=arguments)
             self._add_error(running_episode, step, outcome)
-        else:
-            step.tool_hash = hash_observation(orjson.loads(outcome))
-            self._add_step(running_episode, step)
+            return
+        content = orjson.loads(outcome.content_json)
+        self._add_step(running_episode, record_tool_call(name, arguments, content, outcome))
+        if outcome.done:
+            self._end_episode(session_id, "terminated" if outcome.terminated else "truncated")
 
     def record_end(self, session_id: str, tombstone: SessionTombstone) -> None:
         self._end_episode(session_id, tombstone.reason)

@@ -17,7 +17,7 @@ from ludus.env.recording.format import (
     hash_observation,
 )
 from ludus.env.targets.targets import TargetFactory, environment_factory
-from ludus.env.types import JsonObject, StepResult
+from ludus.env.types import StepResult, ToolResult
 from ludus.proto.errors import ConfigError, EnvError, InfrastructureError
 
 
@@ -100,28 +100,36 @@ async def _repeat_step(session: AsyncSession, step: RecordedStep) -> str:
     return _compare_results(step.result, step_result)
 
 
-def _compare_tool_results(step: RecordedStep, tool_result: JsonObject) -> str:
+def _compare_tool_results(step: RecordedStep, tool_result: ToolResult) -> str:
+    content = tool_result.content
     if step.tool_hash is None:
-        return f"expected {_describe_expected(step)} from the tool {step.tool!r}, got {tool_result}"
-    tool_hash = hash_observation(tool_result)
-    if tool_hash == step.tool_hash:
-        return ""
-    return (
-        f"expected the recorded result of the tool {step.tool!r} (hash {step.tool_hash}), got"
-        f" {tool_result} (hash {tool_hash})"
-    )
+        return f"expected {_describe_expected(step)} from the tool {step.tool!r}, got {content}"
+    tool_hash = hash_observation(content)
+    if tool_hash != step.tool_hash:
+        return (
+            f"expected the recorded result of the tool {step.tool!r} (hash {step.tool_hash}), got"
+            f" {content} (hash {tool_hash})"
+        )
+    return _compare_effects(step.result or RecordedResult(observation_hash=tool_hash), tool_result)
 
 
 def _describe_expected(step: RecordedStep) -> str:
     return f"the error {step.error}" if step.error else "a result"
 
 
-def _compare_results(recording: RecordedResult, replay: StepResult) -> str:
+def _compare_effects(recording: RecordedResult, replay: StepResult | ToolResult) -> str:
+    """Compare the rewards, the flags and the success."""
     for name in ("reward", "terminated", "truncated", "success"):
         expected, actual = getattr(recording, name), getattr(replay, name)
         is_unknown = name == "success" and expected is None
         if expected != actual and not is_unknown:
             return f"expected {name} {expected}, got {actual}"
+    return ""
+
+
+def _compare_results(recording: RecordedResult, replay: StepResult) -> str:
+    if difference := _compare_effects(recording, replay):
+        return difference
     observation_hash = hash_observation(replay.observation, replay.tensors)
     if observation_hash == recording.observation_hash:
         return ""

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from ludus.env.encoding import DefaultSeeds, EncodedResult, ResetArgs
+from ludus.env.encoding import DefaultSeeds, EncodedResult, EncodedToolResult, ResetArgs
 from ludus.env.security.session_ids import SessionIdIssuer, hide_full_id, make_tools_only_error
 from ludus.env.sessions.admission_queue import SessionSlots
 from ludus.env.sessions.hosts import HostedSession, OpenSession, SessionHost
@@ -209,7 +209,9 @@ class SessionCore:
             session = self._find_session(session_id)
             return await self._call_in_order(session, "state", session.hosted_session.read_state)
 
-    async def call_tool(self, session_id: str, name: str, arguments: JsonObject) -> bytes:
+    async def call_tool(
+        self, session_id: str, name: str, arguments: JsonObject
+    ) -> EncodedToolResult:
         full_id = self._session_ids.get(session_id, session_id)
         with self.counts.count_errors(), hide_full_id(full_id, session_id):
             session = self._find_session(full_id)
@@ -412,14 +414,12 @@ class SessionCore:
         session: OpenSession,
         call_name: str,
         call: Callable[[], Awaitable[ResultT]],
-        record: Callable[[ResultT | EnvError], None] | None = None,
+        record: Callable[[ResultT | EnvError], None] = lambda outcome: None,
         timeout_s: float = 0.0,
     ) -> ResultT:
         """Make a call after the session's earlier calls; a slow call ends the session."""
-        limit_s = min(
-            (seconds for seconds in (timeout_s, self.options.step_timeout_s) if seconds > 0),
-            default=None,
-        )
+        limits_s = [seconds for seconds in (timeout_s, self.options.step_timeout_s) if seconds > 0]
+        limit_s = min(limits_s, default=None)
         try:
             coroutine = self._call_with_lock(session, call, record)
             if self.host.runs_inline:
@@ -456,7 +456,7 @@ class SessionCore:
         self,
         session: OpenSession,
         call: Callable[[], Awaitable[ResultT]],
-        record: Callable[[ResultT | EnvError], None] | None,
+        record: Callable[[ResultT | EnvError], None],
     ) -> ResultT:
         async with session.lock:
             if session.id not in self.open_sessions:
@@ -464,13 +464,12 @@ class SessionCore:
             try:
                 result = await call()
             except EnvError as error:
-                if record is not None:
-                    record(error)
+                record(error)
                 raise
-            if record is not None:
-                record(result)
+            record(result)
             session.last_used_s = time.monotonic()
-        if session.close_when_done and isinstance(result, EncodedResult) and result.done:
+        is_over = isinstance(result, EncodedResult | EncodedToolResult) and result.done
+        if is_over and session.close_when_done:
             self._end(session, _EPISODE_ENDED)
         return result
 

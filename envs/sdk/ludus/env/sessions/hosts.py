@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from ludus.env.encoding import EncodedResult, ResetArgs
+from ludus.env.encoding import EncodedResult, EncodedToolResult, ResetArgs
 from ludus.env.environment import AnyEnvironment, takes_any_text
 from ludus.env.sessions.interface import Connection, WorkerCounts
 from ludus.env.sessions.session import EnvironmentSession, exit_if_forked, list_reset_options
@@ -64,8 +64,8 @@ class HostedSession(Protocol):
     async def read_state(self) -> bytes:
         """Return the environment's state as JSON."""
 
-    async def call_tool(self, name: str, arguments: JsonObject) -> bytes:
-        """Call a tool and return its result as JSON."""
+    async def call_tool(self, name: str, arguments: JsonObject) -> EncodedToolResult:
+        """Call a tool and return its result."""
 
     async def close(self) -> None:
         """Free the environment's resources."""
@@ -253,7 +253,7 @@ class LocalSession:
     async def read_state(self) -> bytes:
         return await self._run(self._session.read_state)
 
-    async def call_tool(self, name: str, arguments: JsonObject) -> bytes:
+    async def call_tool(self, name: str, arguments: JsonObject) -> EncodedToolResult:
         return await self._run(lambda: self._session.call_tool(name, arguments))
 
     async def close(self) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ludus.env.encoding import EncodedResult, ResetArgs
+from ludus.env.encoding import EncodedResult, EncodedToolResult, ResetArgs
 from ludus.env.sandbox.confine import Layer
 from ludus.env.sessions.tombstones import SessionEnd, SessionTombstone
 from ludus.env.types import EnvironmentDescription, JsonObject
@@ -76,7 +76,11 @@ class SessionRecorder:
         """Record a step."""
 
     def record_tool_call(
-        self, session_id: str, name: str, arguments: JsonObject, outcome: bytes | EnvError
+        self,
+        session_id: str,
+        name: str,
+        arguments: JsonObject,
+        outcome: EncodedToolResult | EnvError,
     ) -> None:
         """Record the call of a tool."""
 
@@ -282,8 +286,10 @@ class Sessions(Protocol):
     async def state(self, session_id: str) -> bytes:
         """Return the environment's state as JSON."""
 
-    async def call_tool(self, session_id: str, name: str, arguments: JsonObject) -> bytes:
-        """Call a tool of the environment and return its result as JSON."""
+    async def call_tool(
+        self, session_id: str, name: str, arguments: JsonObject
+    ) -> EncodedToolResult:
+        """Call a tool of the environment and return its result. It may end the episode."""
 
     async def close(self, session_id: str) -> bool:
         """Close a session. Return False if there is no such session and none is remembered.

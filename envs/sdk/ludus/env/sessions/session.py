@@ -11,14 +11,16 @@ from typing import Any, TypeVar
 
 from ludus.env.encoding import (
     EncodedResult,
+    EncodedToolResult,
     ResetArgs,
     check_size,
     decode_action,
+    encode_tool_result,
     encode_transition,
 )
 from ludus.env.environment import AnyEnvironment, TextRenderer
 from ludus.env.incoming.faults import shorten
-from ludus.env.text.unicode import dump_json, replace_surrogates
+from ludus.env.text.unicode import replace_surrogates
 from ludus.env.types import JsonObject, State, Transition
 from ludus.proto.errors import (
     ActionParseError,
@@ -45,7 +47,7 @@ class EnvironmentSession:
     """
 
     __slots__ = (
-        *("_environment", "_episode_id", "_pid", "_renderer", "_transition"),
+        *("_environment", "_episode_id", "_is_over", "_pid", "_renderer", "_transition"),
         *("id", "last_result"),
     )
 
@@ -60,6 +62,8 @@ class EnvironmentSession:
         )
         self._episode_id: str | None = None
         self._transition: Transition[Any] | None = None
+        self._is_over = False
+        """True if a step or a tool call has ended the episode."""
         self.last_result: EncodedResult | None = None
         """Latest result of the running episode; None before the first reset."""
 
@@ -89,7 +93,7 @@ class EnvironmentSession:
             )
         if step_index and step_index != last_result.step_index + 1:
             return self._repeat_last_result(last_result, step_index)
-        if last_result.terminated or last_result.truncated:
+        if self._is_over:
             raise EpisodeStateError(
                 f"the episode is over after {last_result.step_index} steps; call reset to start the"
                 " next one",
@@ -106,9 +110,24 @@ class EnvironmentSession:
             return State(episode_id=self._episode_id).model_dump_json().encode()
         return self._convert_errors("state", self._encode_state)
 
-    def call_tool(self, name: str, arguments: JsonObject) -> bytes:
-        """Call a tool of the environment and return its result as JSON."""
-        return self._convert_errors("call_tool", lambda: self._encode_tool_result(name, arguments))
+    def call_tool(self, name: str, arguments: JsonObject) -> EncodedToolResult:
+        """Call a tool of the environment and return its result.
+
+        Raises:
+            EpisodeStateError: the tool pays a reward or ends the episode, which is already over.
+        """
+        result = self._convert_errors(
+            "call_tool",
+            lambda: encode_tool_result(name, self._environment.call_tool(name, arguments)),
+        )
+        if self._is_over and (result.reward is not None or result.done):
+            raise EpisodeStateError(
+                f"the tool '{name}' pays a reward or ends the episode, but the episode is over;"
+                " call reset to start the next one",
+                ErrorCode.EPISODE_OVER,
+            )
+        self._is_over |= result.done
+        return result
 
     def close(self) -> None:
         """Free the environment's resources; a failure is logged, not raised."""
@@ -118,11 +137,6 @@ class EnvironmentSession:
             _log.exception("%s.close failed", type(self._environment).__name__)
         finally:
             exit_if_forked(self._pid)
-
-    def _encode_tool_result(self, name: str, arguments: JsonObject) -> bytes:
-        result = dump_json(self._environment.call_tool(name, arguments))
-        check_size(f"a result of tool '{name}'", len(result))
-        return result
 
     def _encode_state(self) -> bytes:
         state = self._environment.state
@@ -160,7 +174,7 @@ class EnvironmentSession:
         self.last_result = encoded_result = self._convert_errors(
             "encoding", lambda: encode_transition(transition, self._renderer, step_index)
         )
-        self._transition = transition
+        self._transition, self._is_over = transition, encoded_result.done
         return encoded_result
 
     def _convert_errors(self, call_name: str, call: Callable[[], ResultT]) -> ResultT:

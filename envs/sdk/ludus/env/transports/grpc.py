@@ -42,10 +42,11 @@ from ludus.env.messages.protobuf import (
     fill_step,
     make_attempt_id,
     read_result,
+    read_tool_result,
 )
 from ludus.env.sessions.interface import OpenArgs
 from ludus.env.transports.address import RemoteServer
-from ludus.env.types import EnvironmentDescription, JsonObject, StepResult
+from ludus.env.types import EnvironmentDescription, JsonObject, StepResult, ToolResult
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import (
     EnvError,
@@ -327,7 +328,7 @@ class GrpcSession:
         state: JsonObject = orjson.loads(reply.state.state_json)
         return state
 
-    async def call_tool(self, name: str, arguments: JsonObject) -> JsonObject:
+    async def call_tool(self, name: str, arguments: JsonObject) -> ToolResult:
         def fill(call: pb.Call) -> None:
             fill_call_tool(call.call_tool, self.session_id, name, arguments)
 
@@ -335,8 +336,7 @@ class GrpcSession:
             await self._call(self._fill_state)
         # A tool call has no step number, so it cannot be repeated when the connection breaks.
         reply = await self.stream.start_call(fill)
-        result: JsonObject = orjson.loads(reply.call_tool.result_json)
-        return result
+        return read_tool_result(reply.call_tool)
 
     async def close(self) -> None:
         try:

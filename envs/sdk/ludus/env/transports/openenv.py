@@ -39,7 +39,7 @@ from ludus.env.transports.http import (
     make_refusal_error,
     make_unreachable_error,
 )
-from ludus.env.types import EnvironmentDescription, JsonObject, StepResult, TextView
+from ludus.env.types import EnvironmentDescription, JsonObject, StepResult, TextView, ToolResult
 from ludus.proto.errors import (
     ActionParseError,
     CallTimeoutError,
@@ -304,7 +304,7 @@ class OpenEnvSession:
     async def state(self) -> JsonObject:
         return await self._call({"type": "state"})
 
-    async def call_tool(self, name: str, arguments: JsonObject) -> JsonObject:
+    async def call_tool(self, name: str, arguments: JsonObject) -> ToolResult:
         if self._transport.is_legacy:
             raise ToolError(
                 f"cannot call tool '{name}': an OpenEnv 0.1 server has no tools; rebuild the"
@@ -313,12 +313,10 @@ class OpenEnvSession:
         encoded_arguments = orjson.Fragment(encode_json(arguments, "arguments"))
         action = {"type": "call_tool", "tool_name": name, "arguments": encoded_arguments}
         reply = await self._call({"type": "step", "data": action})
-        observation = reply.get("observation") or {}
-        if error := observation.get("error"):
-            raise ToolError(f"tool '{name}' failed: {error.get('message') or error}")
-        result = observation.get("result")
-        structured_content = result.get("structured_content") if isinstance(result, dict) else None
-        return structured_content if isinstance(structured_content, dict) else {"result": result}
+        result = _read_tool_result(name, reply)
+        if self._close_when_done and result.done:
+            self.abandon()
+        return result
 
     async def close(self) -> None:
         self.abandon()
@@ -396,6 +394,26 @@ class OpenEnvSession:
             return TextView([{"role": "user", "content": content}], legal_answers)
         text_json = payload.get("text") if self._with_text else None
         return TextView(text_json["messages"], text_json["legal_answers"]) if text_json else None
+
+
+def _read_tool_result(name: str, payload: JsonObject) -> ToolResult:
+    """Read the payload of a tool call. Upstream servers send no separate flags.
+
+    Raises:
+        ToolError: the tool failed.
+    """
+    observation, reward = payload.get("observation") or {}, payload.get("reward")
+    if error := observation.get("error"):
+        raise ToolError(f"tool '{name}' failed: {error.get('message') or error}")
+    result, is_done = observation.get("result"), bool(payload.get("done"))
+    content = result.get("structured_content") if isinstance(result, dict) else None
+    return ToolResult(
+        content if isinstance(content, dict) else {"result": result},
+        None if reward is None else float(reward),
+        payload.get("terminated", is_done),
+        payload.get("truncated", False),
+        read_success(read_upstream_metadata(payload), is_done=is_done),
+    )
 
 
 def _may_open_elsewhere(error: EnvError) -> bool:

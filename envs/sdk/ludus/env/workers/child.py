@@ -30,6 +30,7 @@ from ludus.env.limits import MAX_BATCH_BYTES
 from ludus.env.messages.protobuf import (
     fill_error,
     fill_result,
+    fill_tool_result,
     make_description_message,
     read_action,
     read_json_object,
@@ -175,11 +176,12 @@ class WorkerSessions:
                 reply.state.state_json = self._find_session(session_id).read_state()
                 return len(reply.state.state_json)
             case "call_tool":
-                reply.call_tool.result_json = self._find_session(session_id).call_tool(
+                tool_result = self._find_session(session_id).call_tool(
                     call.call_tool.name,
                     read_json_object(call.call_tool.arguments_json, "arguments_json"),
                 )
-                return len(reply.call_tool.result_json)
+                fill_tool_result(reply.call_tool, session_id, tool_result)
+                return len(tool_result.content_json)
             case _:
                 raise InvalidCallError(f"workers do not support the call {call_name}")
         fill_result(reply.result, session_id, result)

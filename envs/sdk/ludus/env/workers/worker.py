@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from ludus.env.encoding import EncodedResult, ResetArgs
+from ludus.env.encoding import EncodedResult, EncodedToolResult, ResetArgs
 from ludus.env.grpc.call_stream import CallStream, ConnectionLostError, StreamBrokenError
 from ludus.env.limits import MAX_FRAME_BYTES, MAX_WORKER_CALL_BYTES
 from ludus.env.messages.protobuf import (
@@ -23,6 +23,7 @@ from ludus.env.messages.protobuf import (
     fill_reset_args,
     fill_step,
     read_encoded_result,
+    read_encoded_tool_result,
 )
 from ludus.env.sessions.hosts import LostCallback
 from ludus.env.types import JsonObject
@@ -234,10 +235,10 @@ class WorkerSession:
 
         return await self._call_worker(fill_call, lambda reply: reply.state.state_json)
 
-    async def call_tool(self, name: str, arguments: JsonObject) -> bytes:
+    async def call_tool(self, name: str, arguments: JsonObject) -> EncodedToolResult:
         return await self._call_worker(
             lambda call: fill_call_tool(call.call_tool, self.id, name, arguments),
-            lambda reply: reply.call_tool.result_json,
+            lambda reply: read_encoded_tool_result(reply.call_tool),
         )
 
     async def close(self) -> None:

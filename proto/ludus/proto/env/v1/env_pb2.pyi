@@ -235,12 +235,20 @@ class CallToolRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., name: _Optional[str] = ..., arguments_json: _Optional[bytes] = ...) -> None: ...
 
 class CallToolResponse(_message.Message):
-    __slots__ = ("session_id", "result_json")
+    __slots__ = ("session_id", "result_json", "reward", "terminated", "truncated", "success")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     RESULT_JSON_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    TERMINATED_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATED_FIELD_NUMBER: _ClassVar[int]
+    SUCCESS_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     result_json: bytes
-    def __init__(self, session_id: _Optional[str] = ..., result_json: _Optional[bytes] = ...) -> None: ...
+    reward: float
+    terminated: bool
+    truncated: bool
+    success: bool
+    def __init__(self, session_id: _Optional[str] = ..., result_json: _Optional[bytes] = ..., reward: _Optional[float] = ..., terminated: _Optional[bool] = ..., truncated: _Optional[bool] = ..., success: _Optional[bool] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()

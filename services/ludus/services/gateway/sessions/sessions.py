@@ -22,12 +22,13 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ludus.env.encoding import EncodedResult, ResetArgs, encode_json
+from ludus.env.encoding import EncodedResult, EncodedToolResult, ResetArgs, encode_json
 from ludus.env.messages.protobuf import (
     fill_reset_args,
     fill_step,
     make_attempt_id,
     read_encoded_result,
+    read_encoded_tool_result,
 )
 from ludus.env.security.session_ids import SessionKey, SignedId, hide_full_id, make_tools_only_error
 from ludus.env.sessions.interface import Connection, Load, OpenArgs, OpenResult, SessionEvents
@@ -265,13 +266,15 @@ class GatewaySessions:
         reply = await self.call("state", session_id, is_repeatable=True)
         return reply.state.state_json
 
-    async def call_tool(self, session_id: str, name: str, arguments: JsonObject) -> bytes:
-        """Call a tool of the environment and return its result as JSON."""
+    async def call_tool(
+        self, session_id: str, name: str, arguments: JsonObject
+    ) -> EncodedToolResult:
+        """Call a tool of the environment and return its result."""
         self.count_call("call_tool")
         arguments_json = encode_json(arguments, "arguments")
         tool_call = pb.CallToolRequest(name=name, arguments_json=arguments_json)
         reply = await self.call("call_tool", session_id, pb.Call(call_tool=tool_call))
-        return reply.call_tool.result_json
+        return read_encoded_tool_result(reply.call_tool)
 
     async def close(self, session_id: str) -> bool:
         """Close a session, and return True, because the gateway has signed the id."""
@@ -424,7 +427,8 @@ class GatewaySessions:
     def record_reply(self, kind: str, session_id: str, reply: pb.Reply, seconds: float) -> None:
         """Count a call that succeeded, and remove its session if it ended with the episode."""
         self._metrics.count_call(self.environment, kind, OK, seconds)
-        if kind == "step" and (reply.result.terminated or reply.result.truncated):
+        result = reply.call_tool if kind == "call_tool" else reply.result
+        if result.terminated or result.truncated:
             session = self.tracked_sessions.get(session_id)
             if session is not None and session.closes_when_done:
                 self.tracked_sessions.remove(session_id, _EPISODE_ENDED_TOMBSTONE)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ludus.env import Message, StepResult
+from ludus.env import Message, StepResult, ToolResult
 from ludus.env.client import AsyncSession
 from ludus.env.types import MESSAGE_ROLES, has_message_role
 from ludus.proto.config import EnvironmentConfig
@@ -205,7 +205,7 @@ class EnvironmentAdapter:
         return StepOutcome(messages, reward, end_status, action)
 
 
-def read_end_status(result: StepResult) -> RolloutStatus | None:
+def read_end_status(result: StepResult | ToolResult) -> RolloutStatus | None:
     """Return the status of an episode that the environment ended; None if it continues."""
     if result.terminated:
         return RolloutStatus.TERMINATED

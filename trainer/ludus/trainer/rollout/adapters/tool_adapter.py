@@ -7,8 +7,8 @@
 
 The model receives the error of an invalid call and can correct the call.
 
-A tool call is not a step of a Ludus environment. In an OpenEnv MCPEnvironment each tool call is a
-step, which can have a reward and end the episode.
+A tool call can have a reward and end the episode. It is not a step of a Ludus environment, but each
+tool call is a step of an OpenEnv MCPEnvironment.
 """
 
 from __future__ import annotations
@@ -183,7 +183,11 @@ class ToolAdapter(EnvironmentAdapter):
                 reward, status = self.last_result.reward or 0.0, read_end_status(self.last_result)
                 has_failed = bool(self.last_result.observation.get("error"))
             else:
-                content = await self._session.call_tool(call.name, call.arguments)
+                result = await self._session.call_tool(call.name, call.arguments)
+                content, reward = result.content, result.reward or 0.0
+                status = read_end_status(result)
+                if status is not None:
+                    self.last_result = result.update(self.last_result)
         except (ToolError, ExecutionError, ActionError, InvalidCallError) as error:
             content, has_failed = {"error": error.message}, True
         return StepOutcome(

@@ -38,7 +38,15 @@ from ludus.env.encoding import read_success
 from ludus.env.environment import Builder, Environment
 from ludus.env.incoming.faults import list_faults
 from ludus.env.text import FieldsText
-from ludus.env.types import Action, JsonObject, Message, Observation, Tool, Transition
+from ludus.env.types import (
+    Action,
+    JsonObject,
+    Message,
+    Observation,
+    Tool,
+    ToolResult,
+    Transition,
+)
 from ludus.proto.errors import (
     ActionParseError,
     CapacityError,
@@ -183,22 +191,19 @@ class OpenEnvEnvironment(Environment[ForeignAction, ForeignObservation, ForeignS
             for tool in observation.get("tools", [])
         ]
 
-    def call_tool(self, name: str, arguments: JsonObject) -> JsonObject:
-        """Call a tool of an MCPEnvironment, and return its result."""
+    def call_tool(self, name: str, arguments: JsonObject) -> JsonObject | ToolResult:
+        """Call a tool of an MCPEnvironment, and return its result with its reward and end."""
         if self.source.call_tool is None:
             return super().call_tool(name, arguments)
         action = self.source.call_tool(tool_name=name, arguments=arguments)
-        tool_observation = read_fields(self._call_foreign("step", {}, action))
-        error = tool_observation.get("error")
-        if error:
-            raise ToolError(f"tool '{name}' failed: {error.get('message') or error}")
-        result = tool_observation.get("result")
-        if not isinstance(result, dict) or "content" not in result:
-            return result if isinstance(result, dict) else {"result": result}
-        if result.get("is_error"):
-            raise ToolError(f"tool '{name}' failed: {result['content']}")
-        content = result.get("structured_content")
-        return content if isinstance(content, dict) else {"result": result.get("data")}
+        transition = self._make_transition(self._call_foreign("step", {}, action))
+        return ToolResult(
+            _read_tool_content(name, transition.observation.model_dump(mode="json")),
+            transition.reward,
+            transition.terminated,
+            transition.truncated,
+            transition.success,
+        )
 
     def close(self) -> None:
         """Close the foreign environment and stop its thread."""
@@ -220,7 +225,7 @@ class OpenEnvEnvironment(Environment[ForeignAction, ForeignObservation, ForeignS
         is_done = bool(fields.pop("done", False))
         metadata: JsonObject = fields.get("metadata") or {}
         is_truncated = is_done and any(metadata.get(key) or fields.get(key) for key in _LIMIT_KEYS)
-        self._is_over = is_done
+        self._is_over |= is_done
         observation: Any = self.observation_type.model_validate(fields)
         return Transition(
             observation,
@@ -247,6 +252,23 @@ class OpenEnvEnvironment(Environment[ForeignAction, ForeignObservation, ForeignS
             self.instance_slot.release()
         if self._thread is not self.shared_thread:
             self._thread.stop()
+
+
+def _read_tool_content(name: str, observation: JsonObject) -> JsonObject:
+    """Return the result in the observation of a tool call.
+
+    Raises:
+        ToolError: the tool failed.
+    """
+    if error := observation.get("error"):
+        raise ToolError(f"tool '{name}' failed: {error.get('message') or error}")
+    result = observation.get("result")
+    if not isinstance(result, dict) or "content" not in result:
+        return result if isinstance(result, dict) else {"result": result}
+    if result.get("is_error"):
+        raise ToolError(f"tool '{name}' failed: {result['content']}")
+    content = result.get("structured_content")
+    return content if isinstance(content, dict) else {"result": result.get("data")}
 
 
 def make_openenv_builder(target: str, target_object: Any) -> Builder:
