@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ludus.env import Message
 from ludus.env.client import AsyncEnvClient
 from ludus.proto.errors import UnavailableError
 from ludus.proto.runs import Transcript
@@ -16,7 +17,16 @@ from ludus.trainer.core.types import GroupSpec, RolloutGroup, SampledCompletion,
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout import transcript
 from ludus.trainer.rollout.transcript import count_transcripts
+from tests.rollout.chat_templates import (
+    CHANNELS,
+    FAMILIES,
+    QWEN25,
+    XML_CALLS,
+    Family,
+    make_family_tokenizer,
+)
 from tests.rollout.scripted_policy import LIMITS, make_player
+from tests.rollout.test_chat_templates import ADD_TOOL
 
 SPEC = GroupSpec(6, "game", (11,) * 4)
 
@@ -41,6 +51,36 @@ async def test_transcript_contains_messages_completions_actions_and_rewards(
     [turn] = record.turns
     assert [(message.role, message.text) for message in turn.shown] == [("user", "hard 11 vs 2")]
     assert (turn.answer, turn.action, turn.reward) == ("STAND", {"text": "STAND"}, rollout.reward)
+
+
+async def test_first_turn_shows_the_system_message_as_the_template_writes_it(
+    client: AsyncEnvClient,
+) -> None:
+    chat = ChatTokenizer(make_family_tokenizer(QWEN25))
+    [record] = (await play_episodes(client, chat, ["HIT", "STAND"])).transcripts
+    shown = [[message.role for message in turn.shown] for turn in record.turns]
+    assert shown[0] == ["system", "user"]
+    assert record.turns[0].shown[0].text == "You are a careful player."
+    assert all(roles == ["user"] for roles in shown[1:])
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, CHANNELS, XML_CALLS], ids=str)
+@pytest.mark.parametrize("system", [(), ({"role": "system", "content": "Be brief."},)])
+def test_system_text_is_what_the_prompt_contains_before_the_user(
+    family: Family, system: tuple[Message, ...]
+) -> None:
+    chat = ChatTokenizer(make_family_tokenizer(family))
+    messages: list[Message] = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "Which?"},
+    ]
+    for tools in ([], [ADD_TOOL]):
+        system_text = chat.read_system_text([*system, *messages], tools)
+        assert ("Be brief." in system_text) == bool(system)
+        assert ('"name": "add_numbers"' in system_text) == bool(tools)
+        assert not system_text.startswith("system")
+        assert not system_text.endswith(("user", "User:", "[INST]"))
 
 
 async def test_number_of_transcripts_is_the_requested_number_up_to_the_group_size(

@@ -32,6 +32,7 @@ from ludus.trainer.models.messages import list_results, make_template_calls
 from ludus.trainer.models.probes import find_template_specials, list_unmarked_controls
 from ludus.trainer.models.sized_cache import SizedCache, measure_entry
 from ludus.trainer.models.special_tokens import TextTokenizer, list_special_tokens
+from ludus.trainer.models.system_text import extract_system_text, mark_first_message
 from ludus.trainer.models.template import ChatTemplate
 from ludus.trainer.models.thoughts import THINK, ThoughtForm
 from ludus.trainer.models.tool_calls import CallForm, ToolCall, ToolSpec
@@ -257,6 +258,18 @@ class ChatTokenizer:
         if len(token_ids) > _MAX_CACHED_COMPLETION:
             return self._decode_ids(token_ids)
         return self._decode_cache(tuple(token_ids))
+
+    def read_system_text(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> str:
+        """Return the system message and the tools of a first prompt, as the template shows them.
+
+        Special tokens are left out. Empty if the prompt has neither.
+        """
+        try:
+            prompt = self._template.render(mark_first_message(messages), tools)
+        except ConfigError:  # a template may expect certain texts
+            return ""
+        special_tokens = list_special_tokens(self.tokenizer)
+        return extract_system_text(prompt, self._template.user_header, special_tokens)
 
     def _decode_ids(self, token_ids: Sequence[int]) -> str:
         shown_ids = [token_id for token_id in token_ids if token_id not in self._hidden_ids]

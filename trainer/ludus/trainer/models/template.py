@@ -146,6 +146,15 @@ class ChatTemplate:
         return self.find_special(text) == self.end_token_id
 
     @cached_property
+    def user_header(self) -> str:
+        """Text between a completion and the user's next message; empty if it is unknown."""
+        with suppress(ConfigError):
+            text = self.render_next_prompt([{"role": "user", "content": (content := "user-turn")}])
+            header, mark, _ = text.partition(content)
+            return header if mark else ""
+        return ""
+
+    @cached_property
     def text_around_completion(self) -> tuple[str, str]:
         """Text that the template adds before a completion (not in its prompt), and after it."""
         text = self.render([USER_MESSAGE, ASSISTANT_MESSAGE], is_prompt=False)

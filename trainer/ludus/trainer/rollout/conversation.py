@@ -35,6 +35,7 @@ from ludus.trainer.models.chat import (
     is_surely_longer,
 )
 from ludus.trainer.models.messages import mark_completion
+from ludus.trainer.models.system_text import skip_system_messages
 from ludus.trainer.models.thoughts import ThoughtForm
 from ludus.trainer.rollout.transcript import make_transcript_turn
 
@@ -112,9 +113,23 @@ class EpisodeRecord(ABC, Generic[TurnT]):
         self.num_tool_calls_failed += num_failed
 
     def make_transcript_turns(self) -> Iterator[TranscriptTurn]:
-        """Yield the turns in the form of a transcript."""
+        """Yield the turns in the form of a transcript.
+
+        The start of a conversation shows the system message and the tools as the policy saw them.
+        """
         for turn in self.turns:
-            yield make_transcript_turn(turn.messages, turn.text, turn.action, turn.reward)
+            messages = turn.messages
+            if system_text := self._find_system_text(turn):
+                system_message: Message = {"role": "system", "content": system_text}
+                messages = [system_message, *skip_system_messages(messages)]
+            yield make_transcript_turn(messages, turn.text, turn.action, turn.reward)
+
+    @abstractmethod
+    def _find_system_text(self, turn: TurnT) -> str:
+        """Return the system message and the tools that the policy saw before a turn.
+
+        Empty if there are none, or if the turn continues a conversation.
+        """
 
     def make_sequences(self, *, include_unanswered: bool = False) -> tuple[TokenSequence, ...]:
         """Return the token sequences of the episode.
@@ -170,6 +185,10 @@ class Conversation(EpisodeRecord[Turn]):
     @property
     def completion(self) -> list[Message]:
         return self.messages[len(self.prompt) : self._num_answered_messages]
+
+    def _find_system_text(self, turn: Turn) -> str:
+        is_first = turn is self.turns[0]
+        return self.chat.read_system_text(turn.messages, self._tools) if is_first else ""
 
     def offer_tools(self, tools: Sequence[ToolSpec]) -> None:
         """List these tools in the first prompt."""

@@ -19,12 +19,14 @@ from urllib.parse import urlsplit
 import httpx
 
 from ludus.env import Message
+from ludus.env.text.unicode import format_json
 from ludus.env.types import JsonObject
 from ludus.proto.errors import ConfigError, NotFoundError, UnavailableError
 from ludus.trainer.core.answer_trie import AnswerTrie
 from ludus.trainer.core.streams import mix
 from ludus.trainer.core.types import SampledCompletion, Sampling, TokenSequence, Turn
 from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.models.system_text import skip_system_messages
 from ludus.trainer.models.thoughts import THINK, ThoughtForm
 from ludus.trainer.models.tool_calls import HERMES, CallForm
 from ludus.trainer.rollout.conversation import Conversation, ConversationFullError
@@ -223,6 +225,15 @@ class EndpointConversation(Conversation):
     def make_sequences(self, *, include_unanswered: bool = False) -> tuple[TokenSequence, ...]:
         """Return nothing, because the tokens are unknown."""
         return ()
+
+    def _find_system_text(self, turn: Turn) -> str:
+        """Return the system messages and the tools of the request, which the endpoint renders."""
+        if turn is not self.turns[0]:
+            return ""
+        num_others = len(skip_system_messages(turn.messages))
+        system_messages = turn.messages[: len(turn.messages) - num_others]
+        texts = [message["content"] for message in system_messages]
+        return "\n".join([*texts, *map(format_json, self._tools)])
 
     def _make_request_messages(self, messages: Sequence[Message]) -> list[JsonObject]:
         """Return messages in the form of the endpoint; each parsed call gets one result."""

@@ -325,6 +325,10 @@ class ConversationTree(EpisodeRecord[AgentTurn]):
         self._turns_by_key[response.chat_message.key].append(turn)
         return response
 
+    def _find_system_text(self, turn: AgentTurn) -> str:
+        is_first = turn.parent is None
+        return self.chat.read_system_text(turn.messages, turn.request.tools) if is_first else ""
+
     def _list_tokens(self, completion: SampledCompletion) -> list[tuple[str, float]]:
         token_texts = [self.chat.decode([token_id]) for token_id in completion.token_ids]
         return list(zip(token_texts, completion.logprobs, strict=True))
