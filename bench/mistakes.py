@@ -93,7 +93,7 @@ class Mistake:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a command ended."""
+    """The end of a command."""
 
     duration_s: float
     exit_code: int
@@ -114,15 +114,14 @@ class Row:
     passed: bool = field(default=False)
 
 
-def make_mistakes() -> list[Mistake]:
-    """Return the mistakes, from the file over names to servers."""
+def check(name: str, *overrides: str, max_s: float, file: str = "run.toml") -> Mistake:
+    """Return the dry run of a file with overrides."""
+    options = [text for override in overrides for text in ("--set", override)]
+    return Mistake(name, ("train", file, "--dry-run", *options), max_s)
 
-    def check(name: str, *overrides: str, max_s: float, file: str = "run.toml") -> Mistake:
-        options = [text for override in overrides for text in ("--set", override)]
-        return Mistake(name, ("train", file, "--dry-run", *options), max_s)
 
-    model = 'model={kind="pretrained", path="MODEL"}'
-    options = "environment.options="
+def list_file_mistakes() -> list[Mistake]:
+    """Return mistakes in the command line and in the file."""
     return [
         check("unknown key", "training.num_stepps=3", max_s=FILE_S),
         check("unknown section", "trainig.num_steps=3", max_s=FILE_S),
@@ -137,6 +136,13 @@ def make_mistakes() -> list[Mistake]:
         Mistake("report of a missing run", ("report", "mistaek"), FILE_S),
         Mistake("evaluation of a missing run", ("eval", "runs/mistaek"), FILE_S),
         Mistake("export of a missing run", ("export", "mistaek", "model"), FILE_S),
+    ]
+
+
+def list_name_mistakes() -> list[Mistake]:
+    """Return wrong names of environments, data and functions."""
+    options = "environment.options="
+    return [
         Mistake("resume without a checkpoint", ("train", "run.toml", "--resume"), NAME_S),
         check("unknown package", "environment.package=promts_env", max_s=NAME_S),
         check("unknown game", f'{options}{{game="blackjak"}}', max_s=NAME_S, file="game.toml"),
@@ -159,6 +165,13 @@ def make_mistakes() -> list[Mistake]:
             "syntax error in a reward", 'environment.rewards=["broken_rewards:exact"]', max_s=NAME_S
         ),
         Mistake("syntax error in an environment", ("env", "check", "broken_env:Broken"), NAME_S),
+    ]
+
+
+def list_model_mistakes() -> list[Mistake]:
+    """Return mistakes about models and servers."""
+    model = 'model={kind="pretrained", path="MODEL"}'
+    return [
         check("missing model folder", 'model={kind="pretrained", path="./modle"}', max_s=NAME_S),
         check(
             "folder without a model", 'model={kind="pretrained", path="./no_model"}', max_s=NAME_S
@@ -209,10 +222,10 @@ def measure(mistakes: Sequence[Mistake], model: Path | None, baseline: Path | No
             passed=outcome.exit_code not in (0, 1) and outcome.duration_s <= mistake.max_s,
         )
         rows.append(row)
-        before = f" (before {row.baseline.duration_s:.1f} s)" if row.baseline else ""
+        baseline_text = f" (before {row.baseline.duration_s:.1f} s)" if row.baseline else ""
         verdict = "ok" if row.passed else "MISSED"
         print(
-            f"{verdict:<7}{outcome.duration_s:5.1f} s{before}  {row.name}: {outcome.message}",
+            f"{verdict:<7}{outcome.duration_s:5.1f} s{baseline_text}  {row.name}: {outcome.message}",
             flush=True,
         )
     return rows
@@ -265,7 +278,7 @@ def main() -> None:
     model = args.model.resolve() if args.model.is_dir() else None
     mistakes = [
         mistake
-        for mistake in make_mistakes()
+        for mistake in (*list_file_mistakes(), *list_name_mistakes(), *list_model_mistakes())
         if (not args.only or mistake.name in args.only) and (model or not mistake.needs_model)
     ]
     rows = measure(mistakes, model, args.baseline)

@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ludus.env.targets.targets import environment_factory
+from ludus.env.types import ToolResult
+from ludus.proto.config import LanguageModelRun, load_run_config
+from ludus.proto.errors import EpisodeStateError
 from tests.cli.commands import RunCli
 
 pytestmark = pytest.mark.slow
@@ -67,7 +71,12 @@ def test_new_package_has_the_openenv_layout(grid_maze: Path) -> None:
 
 
 @pytest.mark.long
-def test_new_package_passes_lint_tests_and_env_check(grid_maze: Path) -> None:
+@pytest.mark.parametrize("flags", [(), ("--tools",)])
+def test_new_package_passes_lint_tests_and_env_check(
+    ludus: RunCli, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    assert ludus("env", "init", "grid_maze", *flags).code == 0
+    grid_maze = tmp_path / "grid_maze_env"
     ruff = Path(sys.executable).parent / "ruff"
     for command in (("check",), ("format", "--check")):
         ruff_result = subprocess.run([ruff, *command, "."], cwd=grid_maze, capture_output=True)
@@ -83,6 +92,29 @@ def test_new_package_passes_lint_tests_and_env_check(grid_maze: Path) -> None:
     )
     assert check_result.returncode == 0, check_result.stdout + check_result.stderr
     assert "broken" not in check_result.stdout
+
+
+def test_a_package_with_tools_has_one_that_ends_the_episode(
+    ludus: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ludus("env", "init", "tool_maze", "--tools").code == 0
+    folder = tmp_path / "tool_maze_env"
+    assert {str(path.relative_to(folder)) for path in folder.rglob("*.toml")} == {
+        "pyproject.toml",
+        "train.toml",
+    }
+    run = load_run_config(folder / "train.toml")
+    assert isinstance(run, LanguageModelRun) and run.environments["tool_maze"].tools
+    monkeypatch.syspath_prepend(tmp_path)
+    environment = environment_factory("tool_maze_env", {})()
+    assert [tool.name for tool in environment.tools] == ["compare", "submit"]
+    secret = environment.reset(seed=3) and environment.state.secret
+    assert environment.call_tool("compare", {"number": secret + 1}) == {"secret": "lower"}
+    result = environment.call_tool("submit", {"number": secret})
+    assert isinstance(result, ToolResult)
+    assert (result.reward, result.done, result.success) == (1.0, True, True)
+    with pytest.raises(EpisodeStateError):
+        environment.step(environment.action_type(guess=secret))
 
 
 @pytest.mark.long

@@ -60,7 +60,8 @@ def check_use_of_the_model(ludus: RunCli, summary: SftSummary) -> None:
     listed_run = json.loads(ludus("runs", "--json").out)
     assert (listed_run["name"], listed_run["status"]) == ("tuned", "finished")
     assert (listed_run["step"], listed_run["num_steps"]) == (8, 8)
-    assert listed_run["result"] == {"metric": "loss", "value": summary.kept_loss, "ci95": None}
+    result = {"metric": "loss", "value": summary.kept_loss, "ci95": None, "is_game": True}
+    assert listed_run["result"] == result
 
     assert ludus("export", "tuned", "exported", "--dtype", "bfloat16").code == 0
     model = AutoModelForCausalLM.from_pretrained("exported", dtype="auto")

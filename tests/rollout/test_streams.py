@@ -84,6 +84,7 @@ def test_stream_ids_and_keys_do_not_change() -> None:
         "NETWORK_ORDER": 42,
         "NETWORK_EVALUATION": 43,
         "RANDOM_ACTIONS": 44,
+        "TRIAL_ACTIONS": 45,
         "REPLAY_BUFFER": 60,
     }
     assert derive_key(0, Stream.TRAINING_SAMPLING, 5, 3) == 8_321_986_166_256_268_998

@@ -39,14 +39,20 @@ def init(
     output_dir: Annotated[
         Path, typer.Option(help="Folder to create the package in.", callback=expand_home)
     ] = Path(),
+    has_tools: Annotated[
+        bool,
+        typer.Option("--tools", help="Give it two tools, one of which ends the episode and pays."),
+    ] = False,
 ) -> None:
     """Create an environment package, NAME_env, that can be played, served and trained on.
 
     Example: `ludus env init grid_maze`
+
+    Example: `ludus env init shop --tools`
     """
     from ludus.env.targets.scaffolding import write_environment
 
-    paths = write_environment(name, output_dir)
+    paths = write_environment(name, output_dir, has_tools=has_tools)
     folder = min((path.parent for path in paths), key=lambda path: len(path.parts))
     package = folder.name
     next_commands = (

@@ -1,6 +1,6 @@
 """Templates of a new environment in OpenEnv's folder layout.
 
-scaffold/*.tmpl --names filled in--> NAME_env/
+scaffold/*.tmpl --parts selected, names filled in--> NAME_env/
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ _TEMPLATE_SUFFIX = ".tmpl"
 _MAX_NAME_CHARS = 40
 
 
-def write_environment(name: str, parent: Path) -> list[Path]:
+def write_environment(name: str, parent: Path, *, has_tools: bool = False) -> list[Path]:
     """Write the files of a new environment to `parent`/NAME_env and return their paths.
+
+    Args:
+        has_tools: True for an environment with two tools, one of which ends the episode.
 
     Raises:
         ConfigError: the name is not valid, or the folder exists.
@@ -37,7 +40,8 @@ def write_environment(name: str, parent: Path) -> list[Path]:
         relative_path = str(template.relative_to(_TEMPLATES))
         path = folder / _fill_in(relative_path, replacements).removesuffix(_TEMPLATE_SUFFIX)
         path.parent.mkdir(parents=True, exist_ok=True)
-        file_content = _fill_in(template.read_text(encoding="utf-8"), replacements)
+        text = _select_lines(template.read_text(encoding="utf-8"), has_tools=has_tools)
+        file_content = _fill_in(text, replacements)
         path.write_text(file_content, encoding="utf-8")
         paths.append(path)
     return paths
@@ -55,6 +59,27 @@ def _validate_name(name: str) -> str:
             f" grid_maze, with at most {_MAX_NAME_CHARS} characters"
         )
     return bare_name
+
+
+def _select_lines(template: str, *, has_tools: bool) -> str:
+    """Return the lines of a template without the parts that do not apply.
+
+    A part starts with a line `#if tools`, may have another part after `#else`, and ends with
+    `#end`.
+    """
+    lines: list[str] = []
+    is_selected = True
+    for line in template.splitlines(keepends=True):
+        match line.rstrip("\n"):
+            case "#if tools":
+                is_selected = has_tools
+            case "#else":
+                is_selected = not has_tools
+            case "#end":
+                is_selected = True
+            case _ if is_selected:
+                lines.append(line)
+    return "".join(lines)
 
 
 def _fill_in(template: str, replacements: dict[str, str]) -> str:
