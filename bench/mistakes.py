@@ -222,12 +222,10 @@ def measure(mistakes: Sequence[Mistake], model: Path | None, baseline: Path | No
             passed=outcome.exit_code not in (0, 1) and outcome.duration_s <= mistake.max_s,
         )
         rows.append(row)
-        baseline_text = f" (before {row.baseline.duration_s:.1f} s)" if row.baseline else ""
+        before_text = f" (before {row.baseline.duration_s:.1f} s)" if row.baseline else ""
         verdict = "ok" if row.passed else "MISSED"
-        print(
-            f"{verdict:<7}{outcome.duration_s:5.1f} s{baseline_text}  {row.name}: {outcome.message}",
-            flush=True,
-        )
+        times = f"{outcome.duration_s:5.1f} s{before_text}"
+        print(f"{verdict:<7}{times}  {row.name}: {outcome.message}", flush=True)
     return rows
 
 

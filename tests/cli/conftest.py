@@ -41,6 +41,12 @@ def ludus(
     return run
 
 
+@pytest.fixture(autouse=True)
+def hide_kubeconfig(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Hide the cluster of the machine that runs the tests."""
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "no-kubeconfig"))
+
+
 @pytest.fixture
 def use_fake_trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Return a function that replaces the trainer with a scenario of the fake trainer."""

@@ -65,6 +65,8 @@ class FakePods:
             await response.write(self.log_error_text.encode())
             return response
         is_cut, is_silent, line_index = self.num_cut_logs > 0, self.num_silent_logs > 0, 0
+        if "tailLines" in request.query:
+            line_index = max(0, len(self.logs[pod]) - int(request.query["tailLines"]))
         self.num_cut_logs -= is_cut
         self.num_silent_logs -= is_silent
         while True:
@@ -75,7 +77,8 @@ class FakePods:
                     await response.write(text.encode() + b"\n")
                     if is_cut:
                         return response
-            if request.query.get("follow") != "true" or pod not in self.logs:
+            is_followed = request.query.get("follow") == "true" or is_silent
+            if not is_followed or pod not in self.logs:
                 return response
             await asyncio.sleep(0.01)
 

@@ -1,12 +1,12 @@
-"""The runs in a folder: what each run trains, its progress, its latest result and its size."""
+"""The list of runs: what each run trains, its progress, its latest result and its size."""
 
 from __future__ import annotations
 
 import json
 import os
 import stat
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -39,8 +39,15 @@ _RUN_KEYS = {"name", "training"}
 """Keys of the configuration of every run, which that of a Hugging Face model does not have."""
 
 
+class Location(StrEnum):
+    """The place where a run trains."""
+
+    LOCAL = "local"
+    CLUSTER = "cluster"
+
+
 class RunStatus(StrEnum):
-    """Status of a run: training, trained to its last step, or stopped before it."""
+    """Status of a run on this machine: training, trained to its last step, or stopped before it."""
 
     RUNNING = "running"
     FINISHED = "finished"
@@ -62,19 +69,22 @@ class RunResult(BaseModel):
 
 
 class ListedRun(BaseModel):
-    """A run in a folder. Optional fields whose files are missing or unreadable are None."""
+    """A run on this machine or on a cluster. Optional fields that are unknown are None."""
 
     model_config = ConfigDict(frozen=True)
 
     name: str
-    """Name of the run's folder."""
-    folder: str
-    status: RunStatus
+    """Name of the run, or of its folder on this machine."""
+    location: Location
+    folder: str | None
+    """Folder on this machine; None for a run on a cluster."""
+    status: str
+    """A `RunStatus`, or the phase of a run on a cluster."""
     environments: tuple[str, ...] | None = None
     """Names of the environments, or the path of a fine-tuning run's conversations."""
     model: str | None = None
     """Path or id of the initial model, or the kind of a model that the run created."""
-    step: int = 0
+    step: int | None = None
     """Number of trained steps."""
     num_steps: int | None = None
     """Number of steps of the whole run."""
@@ -82,19 +92,29 @@ class ListedRun(BaseModel):
     """Latest result in the first environment."""
     changed_s: float
     """Time of the last change to the run's records, in seconds since 1970."""
-    num_bytes: int
-    """Size of all files of the run."""
+    num_bytes: int | None = None
+    """Size of all files of the run on this machine."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Progress:
+class Progress:
     """The state of a run according to its metrics."""
 
-    step: int = 0
-    is_done: bool = False
+    step: int | None
+    """Number of trained steps; None without metrics."""
+    num_steps: int | None
+    result: RunResult | None
+    is_done: bool
     """True if the last row is that of the end of the run."""
-    num_steps: int | None = None
-    result: RunResult | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """The training of a run according to its configuration, and its progress."""
+
+    environments: tuple[str, ...] | None
+    model: str | None
+    progress: Progress
 
 
 def list_run_folders(folder: Path) -> list[Path]:
@@ -118,27 +138,42 @@ def is_run_folder(folder: Path) -> bool:
 
 def read_listed_run(folder: Path) -> ListedRun:
     """Return what a run's files say about it. Its metrics are read from their end."""
-    config, summary = _read_config(folder), _read_summary(folder)
-    environments = None if config is None else _list_environments(config)
-    first_environment = environments[0] if environments else None
-    progress = _read_progress(folder, first_environment)
-    if summary is not None and progress.step != summary.num_steps:
+    config_json, summary = _read_bytes(folder / CONFIG_FILE), _read_summary(folder)
+    description = describe_run(config_json, _read_lines_backwards(folder / METRICS_FILE))
+    progress = description.progress
+    step = progress.step or 0
+    if summary is not None and step != summary.num_steps:
         summary = None  # of an earlier end, before the run was resumed
-    num_steps = progress.num_steps
-    if num_steps is None and config is not None:
-        num_steps = _get_num_steps(config)
     return ListedRun(
         name=_decode(folder.name),
+        location=Location.LOCAL,
         folder=_decode(folder),
-        status=_find_status(folder, summary, progress),
-        environments=environments,
-        model=None if config is None else _describe_model(config),
-        step=progress.step,
-        num_steps=num_steps,
+        status=_find_status(folder, summary, is_done=progress.is_done),
+        environments=description.environments,
+        model=description.model,
+        step=step,
+        num_steps=progress.num_steps,
         result=progress.result if summary is None else _read_result(summary),
         changed_s=_find_last_change(folder),
         num_bytes=measure_folder(folder),
     )
+
+
+def describe_run(config_json: str | bytes, lines: Iterable[bytes]) -> Description:
+    """Return the training of a run and its progress.
+
+    Args:
+        config_json: configuration of the run. If it is not valid, the fields from it are None.
+        lines: rows of the metrics as JSON, the last one first; read as far as necessary.
+    """
+    config = _parse_config(config_json)
+    if config is None:
+        return Description(None, None, _find_progress(lines, None))
+    environments = _list_environments(config)
+    progress = _find_progress(lines, environments[0])
+    if progress.num_steps is None:
+        progress = replace(progress, num_steps=_get_num_steps(config))
+    return Description(environments, _describe_model(config), progress)
 
 
 def measure_folder(folder: Path) -> int:
@@ -159,18 +194,23 @@ def _decode(path: str | Path) -> str:
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
-def _read_config(folder: Path) -> RecordedRun | None:
+def _read_bytes(path: Path) -> bytes:
+    """Return the contents of a file; b"" if it cannot be read."""
     try:
-        return validate_recorded_run_json((folder / CONFIG_FILE).read_bytes())
-    except (OSError, ValidationError, ConfigError):
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def _parse_config(config_json: str | bytes) -> RecordedRun | None:
+    try:
+        return validate_recorded_run_json(config_json)
+    except (ValidationError, ConfigError):
         return None
 
 
 def _read_summary(folder: Path) -> Summary | SftSummary | None:
-    try:
-        summary_json = (folder / SUMMARY_FILE).read_bytes()
-    except OSError:
-        return None
+    summary_json = _read_bytes(folder / SUMMARY_FILE)
     for record_type in (Summary, SftSummary):
         try:
             return record_type.model_validate_json(summary_json)
@@ -179,16 +219,14 @@ def _read_summary(folder: Path) -> Summary | SftSummary | None:
     return None
 
 
-def _find_status(
-    folder: Path, summary: Summary | SftSummary | None, progress: _Progress
-) -> RunStatus:
+def _find_status(folder: Path, summary: Summary | SftSummary | None, *, is_done: bool) -> RunStatus:
     try:
         if is_in_use(folder):
             return RunStatus.RUNNING
     except OSError:  # the lock cannot be read
         pass
     if summary is None:
-        return RunStatus.FINISHED if progress.is_done else RunStatus.STOPPED
+        return RunStatus.FINISHED if is_done else RunStatus.STOPPED
     is_finished = summary.finished if isinstance(summary, Summary) else True
     return RunStatus.FINISHED if is_finished else RunStatus.STOPPED
 
@@ -225,17 +263,18 @@ def _read_result(summary: Summary | SftSummary) -> RunResult | None:
     return None
 
 
-def _read_progress(folder: Path, environment: str | None) -> _Progress:
+def _find_progress(lines: Iterable[bytes], environment: str | None) -> Progress:
     """Read rows from the last one back, until all fields are known.
 
     Args:
+        lines: rows as JSON, the last one first.
         environment: environment of the result; None takes any.
     """
     step: int | None = None
     is_done = False
     num_steps: int | None = None
     result: RunResult | None = None
-    for line in _read_lines_backwards(folder / METRICS_FILE):
+    for line in lines:
         is_relevant = step is None or b'"eval"' in line or b'"phase"' in line
         row = _parse_row(line) if is_relevant else None
         if row is None:
@@ -248,7 +287,7 @@ def _read_progress(folder: Path, environment: str | None) -> _Progress:
             result = _read_evaluation(row)
         if num_steps is not None and (result is not None or is_done):
             break
-    return _Progress(step or 0, is_done, num_steps, result)
+    return Progress(step, num_steps, result, is_done)
 
 
 def _read_evaluation(row: MetricsRow) -> RunResult | None:

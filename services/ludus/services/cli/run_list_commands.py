@@ -1,4 +1,4 @@
-"""`ludus runs` and `ludus runs rm`: the runs in a folder on this machine."""
+"""`ludus runs` and `ludus runs rm`: the runs in a folder, and those on a cluster."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from ludus.proto.paths import expand_home
 from ludus.proto.run_lock import LOCK_FILE, RunLock, is_in_use
 from ludus.proto.runs import CONFIG_FILE, METRICS_FILE
 from ludus.proto.wording import choose_wording
+from ludus.services.cli import options
 from ludus.services.cli.console import (
     get_stderr,
     get_stdout,
     make_table,
     print_line,
+    show_activity,
     write_json,
 )
 from ludus.services.cli.run_names import RUNS_FOLDER, explain_missing_run
@@ -52,13 +54,21 @@ Folder = Annotated[
 
 @app.callback()
 def list_runs(
-    context: typer.Context,
+    invocation: typer.Context,
     folder: Folder = None,
     prints_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document per run.")
     ] = False,
+    is_local: Annotated[
+        bool, typer.Option("--local", help="List only the runs on this machine.")
+    ] = False,
+    namespace: options.Namespace = "",
+    context: options.Context = "",
 ) -> None:
-    """List the runs on this machine, the latest first, or delete some.
+    """List the runs on this machine and on the cluster, the latest first, or delete local runs.
+
+    The cluster is that of the current Kubernetes context, if there is one. If the cluster does not
+    respond within seconds, the list has only the local runs.
 
     The result is that of the latest evaluation in the first environment, with half the width of its
     95 % interval; for a finished fine-tuning run, the validation loss of its model.
@@ -67,29 +77,49 @@ def list_runs(
 
     Example: `ludus runs rm demo`
     """
-    context.obj = folder
-    if context.invoked_subcommand is not None:
-        if prints_json:
-            raise ConfigError("--json is for the list of runs; remove it")
+    invocation.obj = folder
+    if invocation.invoked_subcommand is not None:
+        if prints_json or is_local or namespace or context:
+            raise ConfigError(
+                "--json, --local, --namespace and --context are for the list of runs; remove them"
+            )
         return
     from ludus.services.run_list import list_run_folders, read_listed_run
 
+    if is_local and (namespace or context):
+        raise ConfigError("--namespace and --context choose a cluster; remove them, or --local")
     folder = folder or RUNS_FOLDER
-    runs = sorted(
-        map(read_listed_run, list_run_folders(folder)), key=lambda run: run.changed_s, reverse=True
-    )
+    runs = list(map(read_listed_run, list_run_folders(folder)))
+    cluster_runs = None if is_local else _find_cluster_runs(context, namespace)
+    runs += cluster_runs or []
+    runs.sort(key=lambda run: run.changed_s, reverse=True)
     if prints_json:
         for run in runs:
             write_json(run.model_dump_json())
     elif runs:
         _print_table(runs)
     else:
-        print_line(get_stderr(), f"no runs in '{folder}'; --folder names another folder")
+        places = f"'{folder}'" if cluster_runs is None else f"'{folder}' or on the cluster"
+        print_line(get_stderr(), f"no runs in {places}; --folder names another folder")
+
+
+def _find_cluster_runs(context: str, namespace: str) -> list[ListedRun] | None:
+    """Return the runs on the cluster; None without a cluster, or if it does not respond."""
+    from ludus.services.kubernetes.access import has_current_context
+
+    if not (context or namespace or has_current_context()):
+        return None
+    from ludus.services.cli.cluster_run_list import read_cluster_runs
+
+    with show_activity(get_stderr()) as report:
+        if get_stderr().is_terminal:
+            report("reading the runs on the cluster")
+        return read_cluster_runs(context, namespace)
 
 
 @app.command("rm")
 def remove(
-    context: typer.Context,
+    invocation: typer.Context,
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names of runs.")],
     folder: Folder = None,
     is_confirmed: Annotated[
@@ -104,7 +134,7 @@ def remove(
     """
     from ludus.services.run_list import measure_folder
 
-    parent = folder or context.obj or RUNS_FOLDER
+    parent = folder or invocation.obj or RUNS_FOLDER
     run_folders = [_find_run(name, parent) for name in dict.fromkeys(names)]
     size_text = format_size(sum(map(measure_folder, run_folders)))
     paths_text = clean_for_terminal(", ".join(f"'{path}'" for path in run_folders))
@@ -161,27 +191,35 @@ def _delete_run(folder: Path) -> None:
 
 
 def _print_table(runs: Sequence[ListedRun]) -> None:
+    """Print a table of runs, with their location if some are on a cluster."""
+    from ludus.services.run_list import Location
+
+    has_location = any(run.location is not Location.LOCAL for run in runs)
     table = make_table(
-        "run", "environment", "model", "status", "step", "result", "±95%", "age", "size",
+        "run", *(["where"] if has_location else []),
+        "environment", "model", "status", "step", "result", "±95%", "age", "size",
         number_columns=("step", "result", "±95%", "age", "size"),
     )  # fmt: skip
     table.columns[0].min_width = max(len(run.name) for run in runs)  # `rm` needs the whole name
     now_s = time.time()
     for run in runs:
-        environments = NO_VALUE if run.environments is None else ", ".join(run.environments)
-        total = NO_VALUE if run.num_steps is None else str(run.num_steps)
         cells = (
             run.name,
-            environments,
+            *([run.location] if has_location else []),
+            NO_VALUE if run.environments is None else ", ".join(run.environments),
             NO_VALUE if run.model is None else run.model,
             run.status,
-            f"{run.step}/{total}",
+            f"{_format_count(run.step)}/{_format_count(run.num_steps)}",
             *_format_result(run.result),
             _format_age(now_s - run.changed_s),
-            format_size(run.num_bytes),
+            NO_VALUE if run.num_bytes is None else format_size(run.num_bytes),
         )
         table.add_row(*map(Text, cells))
     get_stdout().print(table)
+
+
+def _format_count(count: int | None) -> str:
+    return NO_VALUE if count is None else str(count)
 
 
 def _format_result(result: RunResult | None) -> tuple[str, str]:

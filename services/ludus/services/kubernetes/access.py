@@ -8,6 +8,7 @@ file is read before each request, because the kubelet replaces it about every ho
 from __future__ import annotations
 
 import os
+import re
 import ssl
 import urllib.request
 from collections.abc import Callable, Mapping
@@ -19,6 +20,8 @@ from urllib.parse import urlsplit
 from ludus.proto.errors import ConfigError
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+_CURRENT_CONTEXT_PATTERN = re.compile(r"""current-context["']?[ \t]*:[ \t]*["']?[^\s"'#,}]""")
+"""Pattern of a current context with a name, in a kubeconfig in YAML or JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,23 @@ class ApiAccess:
     proxy: str = field(default="", repr=False)
     namespace: str = ""
     """Default namespace; empty if unknown."""
+
+
+def has_current_context() -> bool:
+    """Return whether a default kubeconfig seems to name a current context.
+
+    Nothing is imported for this, so that commands for which a cluster is optional start quickly.
+    """
+    default_file = os.path.join("~", ".kube", "config")
+    paths = (os.environ.get("KUBECONFIG") or default_file).split(os.pathsep)
+    for path in filter(None, paths):
+        try:
+            text = Path(path).expanduser().read_text(encoding="utf-8", errors="replace")
+        except (OSError, RuntimeError):  # no such file, or no home folder
+            continue
+        if _CURRENT_CONTEXT_PATTERN.search(text):
+            return True
+    return False
 
 
 def load_access(kubeconfig: Path | None = None, context: str = "") -> ApiAccess:

@@ -158,6 +158,12 @@ class RunsCluster:
         pods = await self._list_objects(path, f"{CLUSTER_LABEL}={ray_cluster}")
         return sorted(pods, key=lambda pod: not is_head(pod))
 
+    async def list_heads(self) -> dict[str, JsonObject]:
+        """Return the pods of all heads in the namespace, by the name of their RayCluster."""
+        path = make_core_path(self.namespace, "pods")
+        heads = await self._list_objects(path, f"{NODE_TYPE_LABEL}=head")
+        return {head["metadata"]["labels"].get(CLUSTER_LABEL, ""): head for head in heads}
+
     async def list_warning_events(self, name: str) -> list[JsonObject]:
         """Return the warning events of an object, oldest first; [] if reading them is forbidden."""
         path = make_core_path(self.namespace, "events")

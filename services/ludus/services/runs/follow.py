@@ -126,14 +126,20 @@ async def _poll_run(cluster: RunsCluster, run: str, log: HeadLog) -> RunUpdate:
 
 
 class HeadLog:
-    """The log of the head's container. After a retry of the run, the new head's log follows."""
+    """The log of the head's container. After a retry of the run, the new head's log follows.
 
-    def __init__(self, cluster: RunsCluster) -> None:
+    Args:
+        num_last_lines: number of lines to read from the end of the existing log; None reads all.
+    """
+
+    def __init__(self, cluster: RunsCluster, num_last_lines: int | None = None) -> None:
         self._cluster = cluster
+        self._num_last_lines = num_last_lines
         self._lines: deque[str] = deque(maxlen=_MAX_LINES)
         self._line_event = asyncio.Event()
         self._pod, self._container = "", ""
-        self._last_timestamp = ""
+        self.last_timestamp = ""
+        """Time of the latest line in ISO 8601; empty before the first line."""
         self._read_task: asyncio.Task[None] | None = None
         self._existing_lines_event = asyncio.Event()
         self.trouble = ""
@@ -148,7 +154,7 @@ class HeadLog:
         self._cancel_read_task()
         self._pod = head["metadata"]["name"]
         self._container = head["spec"]["containers"][0]["name"]
-        self._last_timestamp = ""
+        self.last_timestamp = ""
         self._read_task = asyncio.create_task(self._read_forever())
 
     def take_lines(self) -> list[str]:
@@ -212,8 +218,10 @@ class HeadLog:
         query = {"container": self._container, "timestamps": "true"}
         if is_followed:
             query["follow"] = "true"
-        if self._last_timestamp:
-            query["sinceTime"] = self._last_timestamp
+        if self.last_timestamp:
+            query["sinceTime"] = self.last_timestamp
+        elif self._num_last_lines is not None:
+            query["tailLines"] = str(self._num_last_lines)
         log_lines = self._cluster.api.read_lines(path, query, silence_s=SILENT_LOG_S)
         async with aclosing(log_lines) as lines:
             async for line in lines:
@@ -226,8 +234,8 @@ class HeadLog:
             self.trouble = line
             return
         self.trouble = ""
-        if timestamp <= self._last_timestamp:
+        if timestamp <= self.last_timestamp:
             return  # a repeated line, because sinceTime has a resolution of one second
-        self._last_timestamp = timestamp
+        self.last_timestamp = timestamp
         self._lines.append(_COLOR_CODE.sub("", content))
         self._line_event.set()

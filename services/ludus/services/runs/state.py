@@ -70,6 +70,8 @@ class ClusterRunState:
     queue: str = ""
     created_at: str = ""
     """Creation time in ISO 8601."""
+    ended_at: str = ""
+    """Time of the end in ISO 8601; empty before the end, or if it is unknown."""
 
     @property
     def is_over(self) -> bool:
@@ -96,6 +98,7 @@ def read_state(job: JsonObject, config_map: JsonObject | None = None) -> Cluster
         num_attempts_allowed=int(spec.get("backoffLimit") or 0) + 1,
         queue=str((metadata.get("labels") or {}).get(QUEUE_LABEL, "")),
         created_at=metadata.get("creationTimestamp", ""),
+        ended_at=str(status.get("endTime") or ""),
     )
 
 
