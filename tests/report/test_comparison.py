@@ -64,6 +64,28 @@ def test_page_shows_results_and_curves_of_all_runs(tmp_path: Path) -> None:
         assert find_all(chart, "run-0") and find_all(chart, "run-1")
 
 
+def test_every_chart_names_its_lines(tmp_path: Path) -> None:
+    names = [f"blackjack-learning-rate-{index}" for index in range(7)]
+    runs = [build_run(tmp_path / name, name=name) for name in [*names, "unmeasured"]]
+    rows = [json.loads(line) for line in (runs[-1] / METRICS_FILE).open()]
+    for row in rows:
+        row["values"].pop(TrainMetric.ENTROPY, None)
+    (runs[-1] / METRICS_FILE).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    root = parse(compare(tmp_path, *runs))
+    figures = {join_text(figure[0]).strip(): figure for figure in root.iter("figure")}
+    for title, figure in figures.items():
+        drawn_colors = [node.get("class") for node in figure.iter("g") if node.get("class")]
+        if entries := find_all(figure, "run"):
+            names_by_color = {entry.get("class"): entry.get("title") for entry in entries}
+            expected_names = names if title.startswith("Entropy") else [*names, "unmeasured"]
+            assert list(names_by_color.values()) == expected_names
+            assert list(names_by_color) == [f"run {color}" for color in drawn_colors]
+        else:
+            labels = [join_text(label).split()[-1] for label in find_all(figure, "policy")]
+            assert labels == [*(f"blackj…rate-{index}" for index in range(7)), "unmeasured"]
+    assert any(find_all(figure, "run") for figure in figures.values())
+
+
 def test_page_shows_the_differing_fields_without_credentials(tmp_path: Path) -> None:
     runs = [build_run(tmp_path / name, name=name) for name in ("first", "second")]
     change_config(runs[1], "learner", "learning_rate", 3e-4)

@@ -25,7 +25,8 @@ MAX_NUM_RUNS = 8
 """Number of colors that a reader can tell apart."""
 COMPARISON_FILE = "comparison.html"
 _IGNORED_FIELDS = ("name", "output_dir")
-_MAX_LABEL_CHARS = 14
+_NUM_LABEL_CHARS = 6
+"""Number of characters at each end of a long name that a chart's label shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +39,10 @@ class ComparedRun:
 
     def name_line(self, line: Line) -> Line:
         """Return a line with the name, shortened for charts, and the color of the run."""
-        is_long = len(self.name) > _MAX_LABEL_CHARS
-        label = f"{self.name[: _MAX_LABEL_CHARS - 1]}…" if is_long else self.name
+        is_long = len(self.name) > 2 * _NUM_LABEL_CHARS + 1
+        # Names of one experiment often differ only at their ends.
+        ends = self.name[:_NUM_LABEL_CHARS], self.name[-_NUM_LABEL_CHARS:]
+        label = "…".join(ends) if is_long else self.name
         return replace(line, name=label, css_class=self.css_class)
 
 
@@ -216,23 +219,23 @@ def _make_mean_charts(
 ) -> Iterator[curves.SmallChart]:
     curve_types = curves.FINE_TUNING_CURVES if is_fine_tuning else curves.TRAINING_CURVES
     for curve in curve_types:
-        lines = {run.name: _make_mean_line(run, curve) for run in runs}
-        drawn_runs = [run for run in runs if lines[run.name] is not None]
-        if not drawn_runs:
+        run_lines = [
+            (run, line) for run in runs if (line := _make_mean_line(run, curve)) is not None
+        ]
+        if not run_lines:
             continue
         marks = [
             Mark(float(num_games), f"{run.name} was resumed after step {step:,}")
-            for run in drawn_runs
+            for run, _ in run_lines
             for step, num_games in run.files.resumes
         ]
-        drawn_lines = [line for line in lines.values() if line is not None]
         title = f"{curve.name} over {unit} trained"
-        chart = LineChart(curves.SMALL_FRAME, title, drawn_lines, marks=marks)
-        latest = " · ".join(
-            NO_VALUE if line is None else format_compact(line.points[-1].y)
-            for line in lines.values()
-        )
-        yield curves.SmallChart(curve.name, curve.unit, latest, chart)
+        chart = LineChart(curves.SMALL_FRAME, title, [line for _, line in run_lines], marks=marks)
+        legend = [
+            curves.LegendEntry(run.name, run.css_class, format_compact(line.points[-1].y))
+            for run, line in run_lines
+        ]
+        yield curves.SmallChart(curve.name, curve.unit, chart, legend=legend)
 
 
 def _make_mean_line(run: ComparedRun, curve: TrainingCurve) -> Line | None:

@@ -164,14 +164,25 @@ ENVIRONMENT_CURVES = (
 
 
 @dataclass(frozen=True, slots=True)
+class LegendEntry:
+    """A line of a chart with its latest moving mean, as text."""
+
+    name: str
+    css_class: str
+    latest: str
+
+
+@dataclass(frozen=True, slots=True)
 class SmallChart:
     """A training metric over the number of episodes."""
 
     name: str
     unit: str
-    latest: str
-    """Latest moving mean, as text."""
     chart: LineChart
+    latest: str = ""
+    """Latest moving mean of the only line, as text."""
+    legend: Sequence[LegendEntry] = ()
+    """Entries of the lines, if there are several."""
 
 
 def name_measures(wording: Wording) -> tuple[Measure, Measure]:
@@ -274,7 +285,7 @@ def _make_small_charts(
             title = f"{curve.name} over {unit} trained"
             chart = LineChart(SMALL_FRAME, title, [line], marks=marks)
             latest = format_compact(line.points[-1].y)
-            charts.append(SmallChart(curve.name, curve.unit, latest, chart))
+            charts.append(SmallChart(curve.name, curve.unit, chart, latest))
     return charts
 
 
