@@ -71,6 +71,37 @@ def test_another_folder_does_not_hide_a_run(
     assert "--model=runs/demo" in commands[0]
 
 
+def test_an_environment_is_named_with_its_options(
+    ludus: RunCli, run_folder: Path, commands: list[list[str]]
+) -> None:
+    options = ["--env", "openspiel_env", "--option", "game=blackjack", "--max-calls", "3"]
+    assert ludus("chat", "demo", *options).code == 0
+    assert "--env=openspiel_env" in commands[0]
+    assert '--env-options={"game": "blackjack"}' in commands[0]
+    assert "--max-calls=3" in commands[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--env", "opnspiel_env"], "opnspiel_env"),
+        (["--env", "openspiel_env", "--option", "gam=x"], "gam"),
+        (["--env", "grpc://localhost:1", "--option", "a=b"], "cannot be combined with an address"),
+        (["--option", "a=b"], "--option is for the environment of --env, which is missing"),
+    ],
+)
+def test_a_wrong_environment_is_refused_before_the_model_is_loaded(
+    ludus: RunCli,
+    run_folder: Path,
+    commands: list[list[str]],
+    arguments: list[str],
+    message: str,
+) -> None:
+    result = ludus("chat", "demo", *arguments)
+    assert result.code == 2 and not commands
+    assert message in result.err
+
+
 def test_a_missing_step_is_refused(
     ludus: RunCli, run_folder: Path, commands: list[list[str]]
 ) -> None:

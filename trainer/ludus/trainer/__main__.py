@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import errno
 import importlib
+import json
 import os
 import signal
 import sys
@@ -147,8 +148,13 @@ def _chat(args: argparse.Namespace) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with pause_collection(), _exit_on_interrupt():
         from ludus.trainer.driver.chat import ChatSettings, chat
+        from ludus.trainer.driver.chat_tools import ToolSettings
     settings = ChatSettings(args.system, args.temperature, args.max_completion_tokens, args.seed)
-    chat(args.model, settings, enable_thinking=args.thinking)
+    tool_settings = None
+    if args.env is not None:
+        options = json.loads(args.env_options)
+        tool_settings = ToolSettings(args.env, options, args.token_env, args.max_calls)
+    chat(args.model, settings, enable_thinking=args.thinking, tool_settings=tool_settings)
 
 
 def _import_commands(run: AnyRunConfig) -> ModuleType:
@@ -231,6 +237,10 @@ def _make_parser() -> argparse.ArgumentParser:
     chat.add_argument("--max-completion-tokens", type=int, default=512)
     chat.add_argument("--seed", type=int, help="default: random")
     chat.add_argument("--thinking", action="store_true", help="let the model think")
+    chat.add_argument("--env", help="target or address of an environment with tools")
+    chat.add_argument("--env-options", default="{}", help="options for its constructor, as JSON")
+    chat.add_argument("--token-env", default="", help="variable with the server's token")
+    chat.add_argument("--max-calls", type=int, default=8, help="calls for each message")
     chat.set_defaults(function=_chat)
     return parser
 

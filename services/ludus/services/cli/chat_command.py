@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -13,11 +14,22 @@ import typer
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.proto.paths import parse_path
 from ludus.proto.runs import CONFIG_FILE
+from ludus.services.cli.env_targets import require_options_only_for_targets
+from ludus.services.cli.options import Options, TokenEnv, parse_options
 from ludus.services.cli.run_names import split_run_step
 from ludus.services.cli.trainer_process import build_trainer_command
 
 _MODEL_FOLDER = "model"
 _MAX_TEMPERATURE = 1000.0
+_ToolLocation = Annotated[
+    str | None,
+    typer.Option(
+        "--env",
+        metavar="TARGET|ADDRESS",
+        help="Environment whose tools the model can call.",
+        show_default="no tools",
+    ),
+]
 
 
 def chat(
@@ -51,12 +63,23 @@ def chat(
     enables_thinking: Annotated[
         bool, typer.Option("--thinking", help="Let the model think, if its template supports it.")
     ] = False,
+    location: _ToolLocation = None,
+    options: Options = None,
+    max_calls: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Maximum number of calls for each message.")
+    ] = 8,
+    token_env: TokenEnv = "LUDUS_ENV_TOKEN",
 ) -> None:
     """Talk to a model on the terminal; without a terminal, answer each line of standard input.
 
     The model is loaded with transformers, on the GPU if there is one.
 
+    With `--env`, the model can call the tools of an environment, in one session for the whole
+    conversation. A terminal shows calls and results dimmed; otherwise they go to standard error.
+
     Example: `ludus chat demo`
+
+    Example: `ludus chat demo --env my_env:MyEnv`
 
     Example: `echo "What is 7 + 12?" | ludus chat demo@40 --temperature 0`
     """
@@ -65,8 +88,31 @@ def chat(
     arguments += [] if system is None else [f"--system={system}"]
     arguments += [] if seed is None else [f"--seed={seed}"]
     arguments += ["--thinking"] if enables_thinking else []
+    arguments += _make_tool_arguments(location, options or (), max_calls, token_env)
     # The trainer takes the place of this process, and with it the terminal and its signals.
     os.execv(sys.executable, build_trainer_command(["chat", *arguments]))
+
+
+def _make_tool_arguments(
+    location: str | None, options: Sequence[str], max_calls: int, token_env: str
+) -> list[str]:
+    """Return the trainer's arguments for an environment, which is checked first; [] without one.
+
+    Raises:
+        UserError: the target or an option is wrong.
+    """
+    if location is None:
+        if options:
+            raise ConfigError("--option is for the environment of --env, which is missing")
+        return []
+    from ludus.env.targets.targets import environment_factory
+
+    environment_options = parse_options(options)
+    require_options_only_for_targets(location, environment_options)
+    if "://" not in location:
+        environment_factory(location, environment_options)().close()
+    arguments = [f"--env={location}", f"--env-options={json.dumps(environment_options)}"]
+    return [*arguments, f"--max-calls={max_calls}", f"--token-env={token_env}"]
 
 
 def _find_model(text: str) -> str:

@@ -99,8 +99,8 @@ def list_runs(
     elif runs:
         _print_table(runs)
     else:
-        places = f"'{folder}'" if cluster_runs is None else f"'{folder}' or on the cluster"
-        print_line(get_stderr(), f"no runs in {places}; --folder names another folder")
+        searched_text = f"'{folder}'" if cluster_runs is None else f"'{folder}' or on the cluster"
+        print_line(get_stderr(), f"no runs in {searched_text}; --folder names another folder")
 
 
 def _find_cluster_runs(context: str, namespace: str) -> list[ListedRun] | None:

@@ -124,6 +124,11 @@ class ChatTokenizer:
         """Form of the tool calls in completions."""
         return self._template.call_form
 
+    @property
+    def lists_tools(self) -> bool:
+        """True if the chat template shows tools to the model."""
+        return self._template.lists_tools
+
     def check_turns(self) -> None:
         """Check that appended prompts continue a conversation as the template would.
 

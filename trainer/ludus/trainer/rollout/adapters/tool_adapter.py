@@ -50,7 +50,10 @@ MAX_RESULT_CHARACTERS = 4000
 class Toolbox:
     """The tools of one environment, requested from the server by the first episode."""
 
-    def __init__(self, client: AsyncEnvClient, environment: str) -> None:
+    def __init__(
+        self, client: AsyncEnvClient, environment: str, setting: str = "tools = true"
+    ) -> None:
+        """`setting` is the user's setting that asks for tools, for messages."""
         self.tools: tuple[Tool, ...] = ()
         """Tools of the environment; empty until `load` returns."""
         self.calls_are_steps = False
@@ -60,7 +63,13 @@ class Toolbox:
         self.environment = environment
         """Name of the environment, for messages."""
         self._client = client
+        self._setting = setting
         self._lock = asyncio.Lock()
+
+    @property
+    def specs(self) -> list[ToolSpec]:
+        """The tools in the form that chat templates use."""
+        return [make_tool_spec(tool) for tool in self.tools]
 
     async def load(self, session: AsyncSession) -> None:
         """Request the tools from the server, unless another episode has already done so."""
@@ -76,7 +85,7 @@ class Toolbox:
                 tools = tuple(_make_tool(tool) for tool in response.observation.get("tools", []))
             if not tools:
                 raise ConfigError(
-                    f"environment '{self.environment}': tools = true, but "
+                    f"environment '{self.environment}': {self._setting}, but "
                     f"'{description.name}' offers no tools; remove it"
                 )
             self.calls_are_steps = is_original_openenv or _has_call_actions(description)
@@ -109,7 +118,7 @@ class ToolAdapter(EnvironmentAdapter):
 
     async def make_opening(self) -> Opening:
         await self.toolbox.load(self._session)
-        tools = self._tool_specs
+        tools = self.toolbox.specs
         if self.last_result.text is None:
             content = cut_text(format_json(self.last_result.observation), MAX_RESULT_CHARACTERS)
             return Opening([{"role": "user", "content": content}], tools)
@@ -121,16 +130,13 @@ class ToolAdapter(EnvironmentAdapter):
         Errors of invalid calls are messages for the policy.
         """
         try:
-            calls = self._call_form.read_calls(text, self._tool_specs)
-            self._check_names(calls)
+            calls = self.read_calls(text)
         except ActionParseError as error:
             self._num_invalid_completions += 1
             if self._num_invalid_completions >= MAX_INVALID_COMPLETIONS:
                 reward, status = self._invalid_action_reward, RolloutStatus.INVALID_ACTION
                 return StepOutcome([], reward, status, num_calls=1, num_calls_failed=1)
-            content = _format_result({"error": error.message})
-            message: Message = {"role": "tool", "content": content}
-            return StepOutcome([message], num_calls=1, num_calls_failed=1)
+            return StepOutcome([make_refusal(error)], num_calls=1, num_calls_failed=1)
         self._num_invalid_completions = 0
         if calls:
             return await self._call_all(calls)
@@ -139,17 +145,20 @@ class ToolAdapter(EnvironmentAdapter):
         # The environment cannot parse text, so a completion without a call ends the episode.
         return StepOutcome([], 0.0, RolloutStatus.TERMINATED)
 
-    @property
-    def _tool_specs(self) -> list[ToolSpec]:
-        return [make_tool_spec(tool) for tool in self.toolbox.tools]
+    def read_calls(self, text: str) -> list[ToolCall]:
+        """Return the calls in a completion without its thoughts.
 
-    def _check_names(self, calls: Sequence[ToolCall]) -> None:
+        Raises:
+            ActionParseError: a call cannot be parsed, or there is no such tool.
+        """
+        calls = self._call_form.read_calls(text, self.toolbox.specs)
         tool_names = [tool.name for tool in self.toolbox.tools]
         unknown_name = next((call.name for call in calls if call.name not in tool_names), None)
         if unknown_name is not None:
             raise ActionParseError(
                 f"expected one of the tools {', '.join(tool_names)}, got {unknown_name[:100]!r}"
             )
+        return calls
 
     async def _call_all(self, calls: Sequence[ToolCall]) -> StepOutcome:
         outcomes: list[StepOutcome] = []
@@ -228,6 +237,11 @@ def _extract_call_content(observation: JsonObject) -> Any:
 def _format_result(content: Any) -> str:
     text = content if isinstance(content, str) else format_json(content)
     return cut_text(text, MAX_RESULT_CHARACTERS)
+
+
+def make_refusal(error: ActionParseError) -> Message:
+    """Return the message for the policy about a call that cannot be parsed."""
+    return {"role": "tool", "content": _format_result({"error": error.message})}
 
 
 def make_tool_spec(tool: Tool) -> ToolSpec:
