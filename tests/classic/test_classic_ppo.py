@@ -215,7 +215,9 @@ def test_example_configuration_passes_the_checks(example: str) -> None:
 
 @pytest.mark.slow
 def test_run_writes_summary_metrics_transcripts_and_checkpoints(tmp_path: Path) -> None:
-    folder = train(make_run(tmp_path), resume=Resume.NEVER, overwrite=False)
+    config = make_run(tmp_path)
+    config = config.model_copy(update={"eval": config.eval.model_copy(update={"every_steps": 9})})
+    folder = train(config, resume=Resume.NEVER, overwrite=False)
     summary = Summary.model_validate_json((folder / "summary.json").read_bytes())
     assert summary.finished and summary.num_steps == 6
     assert summary.baselines["random"].num_games == 5
@@ -248,6 +250,26 @@ def test_resumed_run_equals_an_uninterrupted_run(tmp_path: Path, options: dict[s
     )
     for name, values in expected_policy.items():
         assert torch.equal(values, resumed_policy[name]), name
+
+
+@pytest.mark.slow
+def test_the_checkpoint_with_the_best_evaluation_is_written_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_run(tmp_path)
+    training = config.training.model_copy(update={"num_steps": 10})
+    config = config.model_copy(update={"training": training})
+    returns = iter([9.0, 4.0, 8.0, 6.0, 5.0, 7.0])  # at steps 0, 2, 4, 6, 8 and 10
+    with open_network_run(config, resume=Resume.NEVER, overwrite=False) as run:
+
+        def play_episodes(seeds: Sequence[int]) -> list[EpisodeOutcome]:
+            mean_return = next(returns)
+            return [EpisodeOutcome(seed, mean_return, 1, None) for seed in seeds]
+
+        monkeypatch.setattr(run, "play_eval_episodes", play_episodes)
+        run.train()
+    names = sorted(path.name for path in (config.folder / "checkpoints").iterdir())
+    assert names == ["step-00000004", "step-00000009", "step-00000010"]
 
 
 @pytest.mark.slow

@@ -161,6 +161,18 @@ def test_early_stop_keeps_the_best_or_the_last_weights(
     assert is_last == (keep == "last")
 
 
+@pytest.mark.parametrize(("keep", "steps"), [("last", [2, 5, 6]), ("best", [5, 6])])
+def test_the_checkpoint_with_the_lowest_loss_is_kept_unless_its_model_is(
+    model_path: str, data_path: str, tmp_path: Path, keep: str, steps: list[int]
+) -> None:
+    validation = {"every_steps": 1, "keep": keep}
+    training = {"num_steps": 6, "checkpoint_every_steps": 5}
+    run = make_run(model_path, data_path, tmp_path, validation=validation, training=training)
+    train_in_process(run, validation_losses=[1.0, 3.0, 2.0, 2.5, 2.4, 2.3, 2.2])
+    names = sorted(path.name for path in (run.folder / "checkpoints").iterdir())
+    assert names == [f"step-{step:08d}" for step in steps]
+
+
 def test_infinite_validation_loss_is_no_gain(
     model_path: str, data_path: str, tmp_path: Path
 ) -> None:

@@ -33,8 +33,8 @@ class TrainingLength(Section):
     num_steps: PositiveInt = 100
     """Number of training steps."""
     checkpoint_every_steps: PositiveInt = 50
-    """Number of steps between checkpoints. The end of training, Ctrl-C and a failure write a
-    checkpoint too."""
+    """Number of steps between checkpoints. An evaluation that is better than those of all
+    checkpoints, the end of training, Ctrl-C and a failure write a checkpoint too."""
     checkpoint_every_s: PositiveFloat | None = DEFAULT_CHECKPOINT_INTERVAL_S
     """Time after which the next step ends with a checkpoint, whatever the number of steps. It is
     longer if checkpoints are slow, so that they take at most a twentieth of the time. None turns it
@@ -43,7 +43,8 @@ class TrainingLength(Section):
     """Time that a step has to finish after a stop is requested. A longer step is abandoned, and a
     resumed run trains it again."""
     keep_checkpoints: PositiveInt = 2
-    """Number of latest checkpoints that stay on disk."""
+    """Number of latest checkpoints that stay on disk. The checkpoint with the best evaluation stays
+    too."""
 
 
 class TrainingSection(TrainingLength):

@@ -172,7 +172,7 @@ class OpenNetworkRun:
             self._restore_point = _RestorePoint(self.state.model_copy(), agent_state)
             self._evaluate_if_due()
             self._restore_point.state = self.state.model_copy()
-            if self._checkpoint_schedule.is_due(self.state.step):
+            if self._is_checkpoint_due:
                 self._save_checkpoint()
         self._save_checkpoint()
 
@@ -191,11 +191,19 @@ class OpenNetworkRun:
         if point is None or point.state.step == self._saved_step:
             return
         start_s = time.monotonic()
-        self._storage.checkpoints.save(point.state, point.agent_state)
+        self._storage.checkpoints.save(point.state, point.agent_state, self.metrics.evaluations)
         self._saved_step = point.state.step
         duration_s = time.monotonic() - start_s
         self._checkpoint_schedule.end_checkpoint(duration_s)
         self.metrics.log_checkpoint(self._saved_step, duration_s)
+
+    @property
+    def _is_checkpoint_due(self) -> bool:
+        """True if a checkpoint must follow this step; also if its policy is the best so far."""
+        step = self.state.step
+        return self._checkpoint_schedule.is_due(step) or self._storage.checkpoints.is_best(
+            step, self.metrics.evaluations
+        )
 
     @property
     def _is_finished(self) -> bool:

@@ -7,7 +7,7 @@
         files.json   the size and the checksum of every other file, from its writer
 
     ranks --write--> step-00000050.partial --driver sees all files--> rename, remove older
-    checkpoints
+    checkpoints except the best
 
 Ranks may write on other nodes. A checkpoint gets its name only when the driver sees all of its
 files, and older checkpoints are removed only after that. A checkpoint that was damaged later is
@@ -33,6 +33,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
 from ludus.proto.config import AlgorithmConfig
 from ludus.proto.errors import CheckpointError, LudusError
+from ludus.proto.evaluation_history import EvaluationHistory
 from ludus.proto.runs import PolicyResult, Summary
 from ludus.trainer.core.checksums import hash_file
 from ludus.trainer.core.option_names import name_option
@@ -182,7 +183,7 @@ class _FileList(BaseModel):
 
 
 class CheckpointFolder:
-    """The checkpoints of one run."""
+    """The checkpoints of one run: the latest ones, and the one with the best evaluation."""
 
     def __init__(self, folder: Path, num_kept: int) -> None:
         self._folder = folder
@@ -210,21 +211,31 @@ class CheckpointFolder:
             shutil.rmtree(temporary_folder, ignore_errors=True)
 
     async def commit(
-        self, temporary_folder: Path, state: SavedState, files: Iterable[SavedFile]
+        self,
+        temporary_folder: Path,
+        state: SavedState,
+        files: Iterable[SavedFile],
+        evaluations: EvaluationHistory | None = None,
     ) -> Path:
         """Wait until all files are visible, then rename the checkpoint's folder; return its path.
 
-        Checkpoints beyond the number to keep are removed.
+        Checkpoints beyond the number to keep are removed, except the best of `evaluations`.
         """
         file_list = _FileList.from_saved_files(temporary_folder, files)
         await asyncio.to_thread(_wait_until_complete, temporary_folder, file_list)
-        return self._commit(temporary_folder, state, file_list)
+        return self._commit(temporary_folder, state, file_list, evaluations)
 
-    def save(self, state: SavedState, learner_state: Mapping[str, object]) -> None:
+    def save(
+        self,
+        state: SavedState,
+        learner_state: Mapping[str, object],
+        evaluations: EvaluationHistory | None = None,
+    ) -> None:
         """Write the checkpoint of a run that trains in this process.
 
         Args:
             learner_state: tensors and plain values, for `restore_learner_state`.
+            evaluations: results of the evaluations, whose best checkpoint is kept.
         """
         with self.prepare(state.step) as folder:
             path = folder / LEARNER_FOLDER / _LEARNER_FILE
@@ -234,13 +245,28 @@ class CheckpointFolder:
             except RuntimeError as error:  # torch raises it if the disk is full
                 raise CheckpointError(describe_write_error(path, error)) from error
             file = SavedFile.from_path(path.absolute())
-            self._commit(folder, state, _FileList.from_saved_files(folder, [file]))
+            file_list = _FileList.from_saved_files(folder, [file])
+            self._commit(folder, state, file_list, evaluations)
 
     def list_newest_first(self) -> list[Path]:
         """Return all checkpoints, including damaged ones."""
         return list_checkpoints(self._folder)[::-1]
 
-    def _commit(self, temporary_folder: Path, state: SavedState, file_list: _FileList) -> Path:
+    def is_best(self, step: int, evaluations: EvaluationHistory) -> bool:
+        """Return whether the policy after `step` is better than those of all checkpoints."""
+        if evaluations.find_best([step]) is None:
+            return False
+        steps = map(parse_checkpoint_step, list_checkpoints(self._folder))
+        best_score = evaluations.find_best([*steps, step])
+        return best_score is not None and best_score.step == step
+
+    def _commit(
+        self,
+        temporary_folder: Path,
+        state: SavedState,
+        file_list: _FileList,
+        evaluations: EvaluationHistory | None,
+    ) -> Path:
         state_path = temporary_folder / _STATE_FILE
         state_path.write_text(state.model_dump_json(), encoding="utf-8")
         file_list.add(_STATE_FILE, SavedFile.from_path(state_path))
@@ -248,7 +274,7 @@ class CheckpointFolder:
         (temporary_folder / _FILES_FILE).write_text(file_list_json, encoding="utf-8")
         checkpoint = temporary_folder.with_suffix("")
         rename_folder(temporary_folder, checkpoint)
-        self._remove_obsolete(checkpoint)
+        self._remove_obsolete(checkpoint, evaluations or EvaluationHistory())
         return checkpoint
 
     def _describe_newest(self) -> str:
@@ -258,13 +284,15 @@ class CheckpointFolder:
                 return f"the newest complete checkpoint is '{checkpoint}'"
         return "there is no earlier checkpoint"
 
-    def _remove_obsolete(self, newest_checkpoint: Path) -> None:
-        """Remove the oldest checkpoints, and checkpoints of later steps from before a rollback."""
+    def _remove_obsolete(self, newest_checkpoint: Path, evaluations: EvaluationHistory) -> None:
+        """Remove older checkpoints except the best, and those of steps before a rollback."""
         checkpoints = list_checkpoints(self._folder)
         end_index = checkpoints.index(newest_checkpoint) + 1
         first_index = max(0, end_index - self._num_kept)
+        best_score = evaluations.find_best(map(parse_checkpoint_step, checkpoints[:end_index]))
         for checkpoint in checkpoints[:first_index] + checkpoints[end_index:]:
-            shutil.rmtree(checkpoint)
+            if best_score is None or parse_checkpoint_step(checkpoint) != best_score.step:
+                shutil.rmtree(checkpoint)
 
 
 def restore_learner_state(checkpoint: Path, restore: Callable[[dict[str, Any]], object]) -> None:
@@ -296,7 +324,8 @@ def parse_checkpoint_step(checkpoint: Path) -> int:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints of a run, oldest first, including damaged ones."""
-    return sorted(path for path in folder.glob("step-*") if path.suffix == "")
+    paths = folder.glob("step-*")
+    return sorted(path for path in paths if path.name.removeprefix("step-").isdecimal())
 
 
 def find_newest_checkpoint(folder: Path) -> Path:

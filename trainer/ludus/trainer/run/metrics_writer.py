@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 from ludus.env.types import JsonObject
 from ludus.proto.config import LanguageModelRun, RecordedRun
+from ludus.proto.evaluation_history import EvaluationHistory
 from ludus.proto.metrics import EvalMetric, TrainMetric
 from ludus.proto.runs import (
     METRICS_FILE,
@@ -104,6 +105,8 @@ class MetricsWriter:
                     f"the run had reached step {last_step}, but its newest checkpoint is of step "
                     f"{resume_from}; what followed is trained again"
                 )
+        self.evaluations = EvaluationHistory(rows)
+        """Results of the evaluations so far."""
         self.clock = Clock(max((row.elapsed_s for row in rows), default=0.0))
         has_epochs = isinstance(run, LanguageModelRun) and run.training.num_epochs is not None
         self.num_steps = None if has_epochs else run.training.num_steps
@@ -218,6 +221,7 @@ class MetricsWriter:
         self._close_files()
         _drop_later_rows(self._path, step)
         self._open_files()
+        self.evaluations.drop_after(step)
         self._sinks.rewind(step)
 
     def close(self) -> None:
@@ -257,6 +261,7 @@ class MetricsWriter:
         )
         self._metrics_file.write(row.model_dump_json(exclude_defaults=True) + "\n")
         self._sinks.write(row)
+        self.evaluations.add(row)
 
 
 def _drop_later_rows(path: Path, step: int) -> tuple[list[MetricsRow], int]:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ludus.proto.config import SftRun
+from ludus.proto.evaluation_history import EvaluationHistory
 from ludus.proto.metrics import TrainMetric
 from ludus.proto.runs import Phase
 from ludus.trainer.core.output import replace_folder
@@ -179,7 +180,7 @@ class SftLoop:
                 break
             await self._validate_if_due()
             self._schedule.end_step()
-            if self._schedule.is_due(state.step):
+            if self._is_checkpoint_due:
                 await self._save_checkpoint()
         await self._save_checkpoint()
 
@@ -266,6 +267,19 @@ class SftLoop:
         return loss_sum / num_tokens
 
     @property
+    def _is_checkpoint_due(self) -> bool:
+        """True if a checkpoint must follow this step; also if its model is the best so far."""
+        step = self._state.step
+        return self._schedule.is_due(step) or self._storage.checkpoints.is_best(
+            step, self._evaluations
+        )
+
+    @property
+    def _evaluations(self) -> EvaluationHistory:
+        """Results that decide which checkpoint is kept; none if the best model is kept anyway."""
+        return EvaluationHistory() if self._keeps_best else self._metrics.evaluations
+
+    @property
     def _keeps_best(self) -> bool:
         return self._run.validation.keep == "best" and bool(self._data.validation_indices)
 
@@ -281,7 +295,7 @@ class SftLoop:
         self._metrics.log_phase(Phase.SAVE_CHECKPOINT, state.step)
         with self._storage.checkpoints.prepare(state.step) as folder:
             files = await self._learners.save(folder / LEARNER_FOLDER, folder / MODEL_FOLDER)
-            await self._storage.checkpoints.commit(folder, state, files)
+            await self._storage.checkpoints.commit(folder, state, files, self._evaluations)
         self._saved_step = state.step
         duration_s = time.monotonic() - start_s
         self._schedule.end_checkpoint(duration_s)

@@ -34,6 +34,16 @@ class Checkpointing:
             training.checkpoint_every_steps, training.checkpoint_every_s
         )
 
+    def is_due(self, step: int) -> bool:
+        """Return whether a checkpoint must follow this step.
+
+        It must if the policy after the step is the best so far.
+        """
+        components = self._components
+        return self.schedule.is_due(step) or components.checkpoints.is_best(
+            step, components.metrics.evaluations
+        )
+
     async def save(self, sampling: SamplingLoop, state: RunState) -> None:
         """Write a checkpoint; call it between two steps.
 
@@ -47,7 +57,7 @@ class Checkpointing:
         state = await sampling.copy_state(state)
         with components.checkpoints.prepare(state.step) as folder:
             files = await components.learners.save(folder / LEARNER_FOLDER, folder / MODEL_FOLDER)
-            await components.checkpoints.commit(folder, state, files)
+            await components.checkpoints.commit(folder, state, files, metrics.evaluations)
         self.saved_step = state.step
         duration_s = time.monotonic() - start_s
         self.schedule.end_checkpoint(duration_s)

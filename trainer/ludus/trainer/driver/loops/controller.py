@@ -232,7 +232,7 @@ class Controller:
             if not self.is_finished:
                 self.state.is_evaluation_due = self.state.step % run.eval.every_steps == 0
             step = replace(step, evaluation=await self._evaluate_if_due())
-            if not self.is_finished and self._checkpointing.schedule.is_due(self.state.step):
+            if not self.is_finished and self._checkpointing.is_due(self.state.step):
                 await self.save_checkpoint()
                 self.components.metrics.log_phase(Phase.TRAIN, self.state.step)
             await self._gate.wait(step)
