@@ -62,7 +62,8 @@ def test_a_listed_run_on_a_cluster_has_its_environment_model_and_result(
     assert (run["location"], run["folder"], run["num_bytes"]) == ("cluster", None, None)
     assert (run["status"], run["step"], run["num_steps"]) == ("running", 2, 3)
     assert (run["environments"], run["model"]) == (["blackjack"], "tiny, width 128")
-    assert run["result"] == {"metric": "wins", "value": 0.5, "ci95": [0.4, 0.6]}
+    result = {"metric": "wins", "value": 0.5, "ci95": [0.4, 0.6], "is_game": True}
+    assert run["result"] == result
 
 
 def test_the_age_is_that_of_the_latest_line_of_the_log(ludus: RunCli, cluster: Call) -> None:
