@@ -60,8 +60,11 @@ def _is_argument(parameter: Any) -> bool:
 
 
 def _format_argument(parameter: Any) -> str:
-    name = str(getattr(parameter, "metavar", None) or parameter.name).upper().strip("[]")
-    return name if parameter.required else f"[{name}]"
+    name = str(getattr(parameter, "metavar", None) or parameter.name)
+    name = name.upper() if name.islower() else name
+    if parameter.required:
+        return name
+    return name if name.startswith("[") and name.endswith("]") else f"[{name}]"
 
 
 def _make_row(parameter: Any) -> tuple[str, ...]:

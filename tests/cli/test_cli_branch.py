@@ -110,8 +110,8 @@ def test_a_branch_does_not_replace_a_run(ludus: RunCli, run_folder: Path, tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--from", "demo@3"), f"no checkpoint of step '3'; it has {EARLY}, {LATE}"),
-        (("--from", "demo@last"), "no checkpoint of step 'last'"),
+        (("--from", "demo@3"), f"no checkpoint '3'; it has {EARLY}, {LATE}"),
+        (("--from", "demo@last"), "no checkpoint 'last'; it has 2, 4, and 'latest'"),
         (("--from", "dmeo"), "there is no run 'dmeo'; 'runs' has demo"),
         (("--from", "demo", "--resume"), "remove CONFIG, --resume and --overwrite"),
         (("--from", "demo", "--overwrite"), "remove CONFIG, --resume and --overwrite"),

@@ -107,4 +107,4 @@ def test_a_missing_step_is_refused(
 ) -> None:
     result = ludus("chat", "demo@3")
     assert result.code == 2 and not commands
-    assert "run 'runs/demo' has no checkpoint of step '3'; it has 2, 4" in result.err
+    assert "run 'runs/demo' has no checkpoint '3'; it has 2, 4, and 'latest'" in result.err

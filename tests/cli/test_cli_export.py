@@ -47,7 +47,7 @@ def test_export_of_an_unknown_step_names_the_steps(
 ) -> None:
     result = ludus("export", "demo@3", "models/demo")
     assert result.code == 2
-    assert "has no checkpoint of step '3'; it has 2, 4" in result.err
+    assert "has no checkpoint '3'; it has 2, 4" in result.err
     assert not (tmp_path / "models").exists()
 
 

@@ -66,7 +66,9 @@ def test_dry_run_shows_the_run_on_one_screen_and_ends_with_ready(
     assert "at most 30 episodes at a time" in lines["sampling"]
     # 4 bytes for each of 1,000 parameters and 100 adapters, their gradients and two moments.
     assert "1,000 parameters, of which LoRA trains 100" in lines["model"]
-    assert "5.6 kB each, 16.8 kB while one is written" in lines["checkpoints"]
+    assert (
+        "and the best are kept · 5.6 kB each, 22.4 kB while one is written" in lines["checkpoints"]
+    )
     assert "at least 5.6 kB for learning and 4 kB for sampling" in lines["memory"]
     assert list(lines)[-1] == "ready"
     assert list(tmp_path.iterdir()) == []

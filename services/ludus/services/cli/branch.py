@@ -1,7 +1,7 @@
 """`--from RUN[@STEP]`: a new run that continues from a checkpoint of another run.
 
-The new folder gets copies of the checkpoint and of the records up to its step. The other run is
-only read.
+The new folder gets copies of the checkpoint, of the records up to its step, and of the best
+checkpoint up to its step. The other run is only read.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ludus.proto.config import RunConfig
 from ludus.proto.errors import ConfigError, NotFoundError
+from ludus.proto.evaluation_history import read_evaluation_history
 from ludus.proto.runs import (
     CHAT_TEMPLATE_FILE,
     CHECKPOINTS_FOLDER,
@@ -24,8 +25,9 @@ from ludus.proto.runs import (
     TRACE_FILE,
     TRANSCRIPTS_FILE,
 )
+from ludus.services.cli.checkpoint_names import list_checkpoints, parse_step
 from ludus.services.cli.new_folder import write_new_folder
-from ludus.services.cli.run_names import list_checkpoints, parse_step, split_run_step
+from ludus.services.cli.run_names import split_run_step
 
 _RECORDS = (METRICS_FILE, TRANSCRIPTS_FILE, SAMPLES_FILE, TRACE_FILE)
 
@@ -47,7 +49,7 @@ class Branch:
 
 
 def plan_branch(origin: str, overrides: Sequence[str]) -> Branch:
-    """Return the branch that starts from RUN or RUN@STEP.
+    """Return the branch that starts from RUN[@STEP].
 
     Raises:
         NotFoundError: there is no such run or checkpoint.
@@ -78,7 +80,8 @@ def write_branch(branch: Branch) -> None:
     """
     step = parse_step(branch.checkpoint)
     with write_new_folder(branch.folder) as (folder, _):
-        shutil.copytree(branch.checkpoint, folder / CHECKPOINTS_FOLDER / branch.checkpoint.name)
+        for checkpoint in {branch.checkpoint, _find_best_checkpoint(branch)}:
+            shutil.copytree(checkpoint, folder / CHECKPOINTS_FOLDER / checkpoint.name)
         if (branch.origin / INITIAL_MODEL_FOLDER).is_dir():
             shutil.copytree(branch.origin / INITIAL_MODEL_FOLDER, folder / INITIAL_MODEL_FOLDER)
         if (branch.origin / CHAT_TEMPLATE_FILE).is_file():
@@ -88,6 +91,18 @@ def write_branch(branch: Branch) -> None:
                 _copy_records(branch.origin / name, folder / name, step)
         # The trainer reports the changes from this configuration and replaces it.
         shutil.copyfile(branch.origin / CONFIG_FILE, folder / CONFIG_FILE)
+
+
+def _find_best_checkpoint(branch: Branch) -> Path:
+    """Return the best checkpoint up to that of the branch, or that of the branch."""
+    step, checkpoints = parse_step(branch.checkpoint), list_checkpoints(branch.origin)
+    earlier_checkpoints = {
+        parse_step(path): path for path in checkpoints if parse_step(path) <= step
+    }
+    history = read_evaluation_history(branch.origin)
+    history.drop_after(step)
+    best_score = history.find_best(earlier_checkpoints)
+    return branch.checkpoint if best_score is None else earlier_checkpoints[best_score.step]
 
 
 def _copy_records(source: Path, target: Path, last_step: int) -> None:

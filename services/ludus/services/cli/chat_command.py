@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -14,12 +13,12 @@ import typer
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.proto.paths import parse_path
 from ludus.proto.runs import CONFIG_FILE
+from ludus.services.cli.checkpoint_names import MODEL_FOLDER, find_kept_model
 from ludus.services.cli.env_targets import require_options_only_for_targets
 from ludus.services.cli.options import Options, TokenEnv, parse_options
 from ludus.services.cli.run_names import split_run_step
 from ludus.services.cli.trainer_process import build_trainer_command
 
-_MODEL_FOLDER = "model"
 _MAX_TEMPERATURE = 1000.0
 _ToolLocation = Annotated[
     str | None,
@@ -38,8 +37,8 @@ def chat(
         typer.Argument(
             metavar="MODEL",
             help="Folder of a model, a Hugging Face id, or RUN[@STEP]: a run's folder or its name "
-            "in runs/. Without a step, the latest checkpoint, or the model that a fine-tuning run "
-            "kept.",
+            "in runs/, and a step, `latest` or `best`. Without a step, the latest checkpoint, or "
+            "the model that a fine-tuning run kept.",
         ),
     ],
     system: Annotated[
@@ -126,20 +125,11 @@ def _find_model(text: str) -> str:
         if "@" in text:
             raise
         return text
-    kept_model = folder / _MODEL_FOLDER
     if checkpoint is None:
-        return str(kept_model if kept_model.is_dir() and _is_fine_tuning(folder) else folder)
-    if not (checkpoint / _MODEL_FOLDER).is_dir():
+        return str(find_kept_model(folder) or folder)
+    if not (checkpoint / MODEL_FOLDER).is_dir():
         raise ConfigError(f"'{checkpoint}' contains no language model; a network cannot chat")
-    return str(checkpoint / _MODEL_FOLDER)
-
-
-def _is_fine_tuning(folder: Path) -> bool:
-    try:
-        config = json.loads((folder / CONFIG_FILE).read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(config, dict) and config.get("kind") == "sft"
+    return str(checkpoint / MODEL_FOLDER)
 
 
 def _is_run(path: Path) -> bool:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ludus.proto.errors import ConfigError
-from ludus.proto.paths import expand_home
+from ludus.proto.paths import expand_home, parse_path
 from ludus.proto.runs import CONFIG_FILE, EVAL_FILE, Evaluation
+from ludus.services.cli.checkpoint_names import find_checkpoint, is_checkpoint_name
 from ludus.services.cli.console import get_stdout, print_line
 from ludus.services.cli.options import TARGET_HELP, Options
 from ludus.services.cli.tables import make_eval_tables
@@ -50,12 +51,12 @@ TemperatureOption = Annotated[
     ),
 ]
 Checkpoint = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
-        metavar="FOLDER",
-        help="Folder of a checkpoint.",
+        metavar="STEP|latest|best|FOLDER",
+        help="Checkpoint of the run: its step, the latest, that with the best evaluation, or a "
+        "folder.",
         show_default="the latest of the run",
-        callback=expand_home,
     ),
 ]
 Models = Annotated[
@@ -251,7 +252,7 @@ def _refuse_model_options(run_dir: Path, options: ModelOptions) -> None:
 
 
 def _evaluate_run(
-    run_dir: Path, num_games: int | None, temperature: float | None, checkpoint: Path | None
+    run_dir: Path, num_games: int | None, temperature: float | None, checkpoint: str | None
 ) -> None:
     if _is_model(run_dir):
         raise ConfigError(
@@ -261,7 +262,12 @@ def _evaluate_run(
     read_run_config(run_dir)
     eval_path = run_dir / EVAL_FILE
     arguments = ["eval", "--config", str(run_dir / CONFIG_FILE), "--run-dir", str(run_dir)]
-    options = {"--checkpoint": checkpoint, "--games": num_games, "--temperature": temperature}
+    options: dict[str, object] = {"--games": num_games, "--temperature": temperature}
+    if checkpoint is not None:
+        is_name = is_checkpoint_name(checkpoint)
+        options["--checkpoint"] = (
+            find_checkpoint(run_dir, checkpoint) if is_name else parse_path(checkpoint)
+        )
     for option, setting in options.items():
         if setting is not None:
             arguments += [option, str(setting)]

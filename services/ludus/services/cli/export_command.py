@@ -26,8 +26,8 @@ def export(
         str,
         typer.Argument(
             metavar="RUN[@STEP]",
-            help="Folder of a run, or its name in runs/. Without a step, the latest checkpoint, or "
-            "the model that a fine-tuning run kept.",
+            help="Folder of a run, or its name in runs/, and a step, `latest` or `best`. Without a "
+            "step, the latest checkpoint, or the model that a fine-tuning run kept.",
         ),
     ],
     folder: Folder,
@@ -43,7 +43,7 @@ def export(
 
     Example: `ludus export demo demo-model`
 
-    Example: `ludus export demo@100 demo-model --dtype float32`
+    Example: `ludus export demo@best demo-model --dtype float32`
     """
     run_folder, checkpoint = split_run_step(run)
     with write_new_folder(folder) as (new_folder, _):

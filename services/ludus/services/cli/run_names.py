@@ -7,11 +7,10 @@ from pathlib import Path
 
 from ludus.proto.errors import NotFoundError
 from ludus.proto.paths import describe_place, parse_path
-from ludus.proto.runs import CHECKPOINTS_FOLDER
+from ludus.services.cli.checkpoint_names import find_checkpoint
 
 RUNS_FOLDER = Path("runs")
 _NUM_SHOWN_NAMES = 5
-_CHECKPOINT_PREFIX = "step-"
 
 
 def find_run_folder(run: str) -> Path:
@@ -46,29 +45,15 @@ def explain_missing_run(run: str, parent: Path) -> str:
 
 
 def split_run_step(text: str) -> tuple[Path, Path | None]:
-    """Return the run and the checkpoint that RUN[@STEP] names; None without a step.
+    """Return the run and the checkpoint that RUN, RUN@STEP, RUN@latest or RUN@best names.
+
+    The checkpoint is None for RUN alone, and for the best model that a fine-tuning run keeps.
 
     Raises:
         NotFoundError: there is no such run or checkpoint.
     """
-    name, separator, step = text.rpartition("@")
-    if not separator:
+    name, separator, checkpoint_name = text.rpartition("@")
+    if not separator or "/" in checkpoint_name:
         return find_run_folder(text), None
     folder = find_run_folder(name)
-    checkpoints = {parse_step(path): path for path in list_checkpoints(folder)}
-    if step.isdecimal() and int(step) in checkpoints:
-        return folder, checkpoints[int(step)]
-    steps = ", ".join(map(str, sorted(checkpoints))) or "none"
-    raise NotFoundError(f"run '{folder}' has no checkpoint of step '{step}'; it has {steps}")
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints of a run, the latest last."""
-    paths = (folder / CHECKPOINTS_FOLDER).glob(f"{_CHECKPOINT_PREFIX}*")
-    checkpoints = [path for path in paths if path.name.removeprefix(_CHECKPOINT_PREFIX).isdecimal()]
-    return sorted(checkpoints, key=parse_step)
-
-
-def parse_step(checkpoint: Path) -> int:
-    """Return the step of a checkpoint."""
-    return int(checkpoint.name.removeprefix(_CHECKPOINT_PREFIX))
+    return folder, find_checkpoint(folder, checkpoint_name)

@@ -125,11 +125,13 @@ def _describe_checkpoints(run: RunConfig, size: ModelSize | None) -> str:
     text = f"every {training.checkpoint_every_steps:,} steps"
     if training.checkpoint_every_s is not None:
         text += f" and about every {format_duration(training.checkpoint_every_s)}"
-    text += f" · the last {training.keep_checkpoints} are kept"
+    has_best = run.eval.num_games_during > 0
+    text += f" · the last {training.keep_checkpoints}{' and the best' if has_best else ''} are kept"
     if size is None:
         return text
     num_bytes = _measure_state(size)
-    needed_text = format_size((training.keep_checkpoints + 1) * num_bytes)
+    max_checkpoints = training.keep_checkpoints + has_best + 1
+    needed_text = format_size(max_checkpoints * num_bytes)
     return (
         f"{text} · {format_size(num_bytes)} each, {needed_text} while one is written"
         f"{_describe_critic(run)}"

@@ -16,6 +16,7 @@ from ludus.services.cli.console import (
     write_json,
 )
 from ludus.services.cli.options import ConfigPath, Overrides
+from ludus.services.cli.run_end import describe_size
 from ludus.services.cli.train_command import (
     READY_TEXT,
     OverwriteFlag,
@@ -98,6 +99,8 @@ def _print_summary(run_dir: Path) -> None:
     )
     print_line(console, f"report      {report_path}")
     print_line(console, f"model       {summary.model_folder}")
+    title, text = describe_size(run_dir)
+    print_line(console, f"{title:<11} {text}")
     print_line(console, f'use it      model = {{kind = "pretrained", path = "{run_dir}"}}', "dim")
     train_more = f"ludus sft {run_dir / CONFIG_FILE} --resume --set training.num_epochs=N"
     print_line(console, f"export      ludus export {run_dir} {summary.name}-model", "dim")

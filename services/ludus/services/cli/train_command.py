@@ -38,6 +38,7 @@ from ludus.services.cli.console import (
 from ludus.services.cli.options import ConfigPath, Overrides
 from ludus.services.cli.progress import RunProgress, show_progress
 from ludus.services.cli.records_follower import RecordsFollower
+from ludus.services.cli.run_end import list_result_lines
 from ludus.services.cli.tables import make_summary_tables
 from ludus.services.cli.trainer_process import TrainerEnd, run_trainer
 from ludus.services.numbers import format_duration
@@ -99,8 +100,9 @@ def train(
         typer.Option(
             "--from",
             metavar="RUN[@STEP]",
-            help="Start another run from the latest checkpoint of a run, or from that of a step. "
-            "The settings are those of the run; change them with --set, at least the name.",
+            help="Start another run from the latest checkpoint of a run, from that of a step, or "
+            "from the `best`. The settings are those of the run; change them with --set, at least "
+            "the name.",
         ),
     ] = None,
 ) -> None:
@@ -357,7 +359,8 @@ def show_results(run_dir: Path, next_commands: Mapping[str, str]) -> None:
         f" {format_duration(summary.wall_seconds_training)} of training"
         f" · {_describe_sampling(summary)}",
     )
-    print_line(console, f"report      {report_path}")
+    for title, text in [("report", str(report_path)), *list_result_lines(run_dir)]:
+        print_line(console, f"{title:<11} {text}")
     for purpose, command in next_commands.items():
         command = command.replace("{more}", str(summary.num_steps * 2))
         print_line(console, f"{purpose:<11} {command}", style="dim")
