@@ -189,7 +189,7 @@ _MODELS = (
     (
         "`HF_TOKEN`, `HF_HOME`",
         "Hugging Face's libraries",
-        "Token for gated models, and the folder of downloaded models.",
+        "Token for gated models and uploads, and the folder of downloaded models.",
     ),
     ("`KUBECONFIG`", "`ludus submit` and the other commands for clusters", "File, as in kubectl."),
     (

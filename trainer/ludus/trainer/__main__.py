@@ -144,6 +144,18 @@ def _export(args: argparse.Namespace) -> None:
     export_model(args.run, args.checkpoint, args.dtype, args.folder)
 
 
+def _push(args: argparse.Namespace) -> None:
+    """Prepare the repository of a model and print its id; with a folder, upload the model."""
+    with pause_collection(), _exit_on_interrupt():
+        from ludus.trainer.setup.hub import prepare_repository, upload_model
+    with _exit_on_interrupt():
+        if args.folder is None:
+            result = prepare_repository(args.id, is_private=args.private)
+        else:
+            result = upload_model(args.folder, args.id)
+    sys.stdout.write(f"{result}\n")
+
+
 def _chat(args: argparse.Namespace) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with pause_collection(), _exit_on_interrupt():
@@ -230,6 +242,11 @@ def _make_parser() -> argparse.ArgumentParser:
     export.add_argument("--dtype", help="default: that of the original model")
     export.add_argument("--folder", type=parse_path, required=True, help="output folder")
     export.set_defaults(function=_export)
+    push = commands.add_parser("push", help="upload a model to the Hugging Face Hub")
+    push.add_argument("--id", required=True, help="repository: OWNER/NAME or NAME")
+    push.add_argument("--private", action="store_true", help="hide the repository from others")
+    push.add_argument("--folder", type=parse_path, help="model to upload; default: only check")
+    push.set_defaults(function=_push)
     chat = commands.add_parser("chat", help="talk to a model on the terminal")
     chat.add_argument("--model", required=True, help="folder or Hugging Face id")
     chat.add_argument("--system", help="system message")

@@ -101,8 +101,9 @@ def _keeps_best_model(folder: Path) -> bool:
     if find_kept_model(folder) is None:
         return False
     config = _read_config(folder)
-    is_validated = config is not None and _is_evaluated(config)
-    return is_validated and config.kind == "sft" and config.validation.keep == "best"
+    if config is None or config.kind != "sft":
+        return False
+    return config.validation.is_enabled and config.validation.keep == "best"
 
 
 def _is_evaluated(config: RecordedRun) -> bool:

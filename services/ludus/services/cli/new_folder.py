@@ -37,11 +37,8 @@ def write_new_folder(folder: Path) -> Iterator[tuple[Path, Path]]:
     _check_is_new(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with (
-            _exit_on_sigterm(),
-            tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as name,
-        ):
-            new_folder, work_folder = Path(name) / "model", Path(name) / "work"
+        with make_temporary_folder(folder) as temporary_folder:
+            new_folder, work_folder = temporary_folder / "model", temporary_folder / "work"
             new_folder.mkdir()
             work_folder.mkdir()
             yield new_folder, work_folder
@@ -52,6 +49,17 @@ def write_new_folder(folder: Path) -> Iterator[tuple[Path, Path]]:
             f"'{folder}' cannot be written: {error.strerror or error}; choose another folder, or "
             "make room"
         ) from error
+
+
+@contextmanager
+def make_temporary_folder(neighbor: Path) -> Iterator[Path]:
+    """Yield a folder next to another one, on the same disk, and remove it after the block."""
+    prefix, parent = f".{neighbor.name}-", neighbor.parent
+    with (
+        _exit_on_sigterm(),
+        tempfile.TemporaryDirectory(prefix=prefix, dir=parent) as name,
+    ):
+        yield Path(name)
 
 
 def _check_is_new(folder: Path) -> None:
