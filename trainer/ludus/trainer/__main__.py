@@ -247,7 +247,11 @@ def _make_parser() -> argparse.ArgumentParser:
     push.add_argument("--private", action="store_true", help="hide the repository from others")
     push.add_argument("--folder", type=parse_path, help="model to upload; default: only check")
     push.set_defaults(function=_push)
-    chat = commands.add_parser("chat", help="talk to a model on the terminal")
+    _add_chat_options(commands.add_parser("chat", help="talk to a model on the terminal"))
+    return parser
+
+
+def _add_chat_options(chat: argparse.ArgumentParser) -> None:
     chat.add_argument("--model", required=True, help="folder or Hugging Face id")
     chat.add_argument("--system", help="system message")
     chat.add_argument("--temperature", type=float, default=1.0, help="sampling temperature")
@@ -259,7 +263,6 @@ def _make_parser() -> argparse.ArgumentParser:
     chat.add_argument("--token-env", default="", help="variable with the server's token")
     chat.add_argument("--max-calls", type=int, default=8, help="calls for each message")
     chat.set_defaults(function=_chat)
-    return parser
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
