@@ -38,7 +38,8 @@ def test_program_trains_step_by_step_and_resumes_after_an_error(tmp_path: Path) 
     assert (folder / SUMMARY_FILE).is_file()
     assert {transcript.step for transcript in read_transcripts(folder)} == {1, 2, 3, 4}
     assert [trace.step for trace in read_traces(folder)] == [1, 2, 3, 4]
-    assert all(trace.plays and trace.train_s > 0 for trace in read_traces(folder))
+    assert all(trace.train_s > 0 for trace in read_traces(folder))
+    assert any(trace.plays for trace in read_traces(folder))
     assert '"given:brevity_2"' in (folder / CONFIG_FILE).read_text()
     with start_run(tmp_path, flags=("--resume",), config=folder / CONFIG_FILE) as run:
         assert run.process.wait(300) == 2
