@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from typing import Any
 
 import ludus.trainer
@@ -38,6 +39,7 @@ def main(folder: str) -> None:
             OUTPUT["second step"] = step.number
             OUTPUT["columns"] = {name: len(column) for name, column in trainer.metrics.items()}
             threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+            time.sleep(60)  # the signal ends it
         OUTPUT["not interrupted"] = True
     OUTPUT["is loop closed"] = threading.active_count() == 1 or [
         thread.name for thread in threading.enumerate()
