@@ -13,6 +13,7 @@ from tests.cli.commands import Outcome, RunCli
 
 pytestmark = pytest.mark.slow
 
+ROOT = Path(__file__).parents[2]
 FROZEN_LAKE = ("gymnasium:FrozenLake-v1", "--option", "is_slippery=false", "--seed", "3")
 GOAL_ACTIONS = ["RIGHT", "RIGHT", "DOWN", "DOWN", "DOWN", "RIGHT"]
 PlayFunction = Callable[..., Outcome]
@@ -131,8 +132,9 @@ def test_tool_calls_do_not_end_the_interactive_episode(play: PlayFunction, tmp_p
 
 
 def test_tool_that_pays_ends_the_interactive_episode(
-    play: PlayFunction, ludus: RunCli, tmp_path: Path
+    play: PlayFunction, ludus: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     recording_path = tmp_path / "paid.jsonl"
     lines = [":call look", ":call tip", ':call submit {"word": "moon"}', "n"]
     target = "tests.env.paying_env:PayingEnv"
