@@ -55,4 +55,6 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
+    # A shell that starts the tests in the background lets them ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     main(sys.argv[1])
