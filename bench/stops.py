@@ -5,7 +5,8 @@
     network         classic PPO on CartPole
     reward_model    a reward model on generated comparisons
 
-Each run starts, gets SIGINT or SIGTERM after a random time, and is resumed to its end. For each
+Each run starts, gets SIGINT or SIGTERM after a random time, and is resumed to its end. A signal
+after the last step stops nothing: such a run is not counted, and another takes its place. For each
 stop, a row has the exit code, the seconds from the signal to the exit, the last step that was
 recorded, the step of the checkpoint, and whether the final weights equal those of a run without a
 stop. Results go to bench/results/stops.json.
@@ -185,12 +186,17 @@ def measure(name: str, kind: Kind, folder: Path, num_moments: int, seed: int) ->
     reference = folder / "reference"
     finish(start(name, kind, reference, {}))
     expected_weights = kind.load_weights(reference / "run")
-    stops = []
-    for number in range(num_moments):
-        attempt = folder / str(number)
+    stops: list[Stop] = []
+    num_attempts = 0
+    while len(stops) < num_moments:
+        attempt = folder / str(num_attempts)
+        num_attempts += 1
         signal_s = generator.uniform(0.0, kind.max_signal_s)
         stop_signal = generator.choice([signal.SIGINT, signal.SIGTERM])
         stop = stop_and_resume(name, kind, attempt, expected_weights, signal_s, stop_signal)
+        if stop is None:
+            print(f"     {name}: all steps were done after {signal_s:.1f} s", flush=True)
+            continue
         stops.append(stop)
         mark = "ok  " if stop.is_good else "MISS"
         sys.stdout.write(
@@ -209,20 +215,26 @@ def stop_and_resume(
     expected_weights: Mapping[str, Tensor],
     signal_s: float,
     stop_signal: signal.Signals,
-) -> Stop:
-    """Start a run, stop it after `signal_s`, and resume it to its end."""
+) -> Stop | None:
+    """Start a run, stop it after `signal_s`, and resume it to its end.
+
+    Returns:
+        None if the run had done its last step before the signal.
+    """
     process = start(name, kind, folder, kind.environment)
     try:
         process.wait(signal_s)
     except subprocess.TimeoutExpired:
         process.send_signal(stop_signal)
     signal_time_s = time.monotonic()
+    step_at_signal = read_last_step(folder / "run")
     exit_code = process.wait(600)
     exit_s = time.monotonic() - signal_time_s
     checkpoints = list_checkpoints(find_run_folder(folder) / "checkpoints")
-    rows = read_metrics(folder / "run")
-    last_step = max((row.step for row in rows if row.kind == "train"), default=0)
+    last_step = read_last_step(folder / "run")
     finish(start(name, kind, folder, {}, "--resume=auto"))
+    if step_at_signal > 0 and step_at_signal == read_last_step(folder / "run"):
+        return None
     weights = kind.load_weights(folder / "run")
     return Stop(
         kind=name,
@@ -235,6 +247,15 @@ def stop_and_resume(
         is_exact=weights.keys() == expected_weights.keys()
         and all(torch.equal(weights[key], expected_weights[key]) for key in weights),
     )
+
+
+def read_last_step(run_folder: Path) -> int:
+    """Return the last step that a run recorded; 0 if there is none.
+
+    A reward model records no steps, so that all of its stops count.
+    """
+    rows = read_metrics(run_folder)
+    return max((row.step for row in rows if row.kind == "train"), default=0)
 
 
 def start(
