@@ -5,9 +5,9 @@
     network         classic PPO on CartPole
     reward_model    a reward model on generated comparisons
 
-Each run starts, gets SIGINT or SIGTERM after a random time, and is resumed to its end. A signal
-after the last step stops nothing: such a run is not counted, and another takes its place. For each
-stop, a row has the exit code, the seconds from the signal to the exit, the last step that was
+Each run starts, gets SIGINT or SIGTERM after a random time, and is resumed to its end. If a run
+finishes its last step before the signal arrives, it is discarded and replaced by a new run. For
+each stop, a row has the exit code, the seconds from the signal to the exit, the last step that was
 recorded, the step of the checkpoint, and whether the final weights equal those of a run without a
 stop. Results go to bench/results/stops.json.
 
@@ -45,6 +45,7 @@ from ludus.trainer.run.checkpoint import list_checkpoints, parse_checkpoint_step
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "stops.json"
 MAX_EXIT_S = 20.0
+MAX_ATTEMPTS_PER_STOP = 3
 LONG_STEP_S = 90.0
 CALL_DELAY_VARIABLE = "LUDUS_BENCH_CALL_DELAY_S"
 """Variable with the seconds that each call of `delayed_loss` takes."""
@@ -181,7 +182,11 @@ def write_reward_data(folder: Path) -> list[str]:
 
 
 def measure(name: str, kind: Kind, folder: Path, num_moments: int, seed: int) -> list[Stop]:
-    """Stop runs of a kind at random moments, and print and return the stops."""
+    """Stop runs of a kind at random moments, and print and return the stops.
+
+    Raises:
+        RuntimeError: Most runs finish before their signal.
+    """
     generator = random.Random(f"{name} {seed}")
     reference = folder / "reference"
     finish(start(name, kind, reference, {}))
@@ -189,13 +194,18 @@ def measure(name: str, kind: Kind, folder: Path, num_moments: int, seed: int) ->
     stops: list[Stop] = []
     num_attempts = 0
     while len(stops) < num_moments:
+        if num_attempts == MAX_ATTEMPTS_PER_STOP * num_moments:
+            raise RuntimeError(
+                f"{name}: only {len(stops)} of {num_attempts} signals arrived before the last "
+                "step. Lower this kind's max_signal_s."
+            )
         attempt = folder / str(num_attempts)
         num_attempts += 1
         signal_s = generator.uniform(0.0, kind.max_signal_s)
         stop_signal = generator.choice([signal.SIGINT, signal.SIGTERM])
         stop = stop_and_resume(name, kind, attempt, expected_weights, signal_s, stop_signal)
         if stop is None:
-            print(f"     {name}: all steps were done after {signal_s:.1f} s", flush=True)
+            print(f"skip {name}: finished before the signal at {signal_s:.1f} s", flush=True)
             continue
         stops.append(stop)
         mark = "ok  " if stop.is_good else "MISS"
@@ -219,7 +229,7 @@ def stop_and_resume(
     """Start a run, stop it after `signal_s`, and resume it to its end.
 
     Returns:
-        None if the run had done its last step before the signal.
+        None if the run finished its last step before the signal.
     """
     process = start(name, kind, folder, kind.environment)
     try:
@@ -252,7 +262,7 @@ def stop_and_resume(
 def read_last_step(run_folder: Path) -> int:
     """Return the last step that a run recorded; 0 if there is none.
 
-    A reward model records no steps, so that all of its stops count.
+    Reward models record no steps, so none of their runs is discarded.
     """
     rows = read_metrics(run_folder)
     return max((row.step for row in rows if row.kind == "train"), default=0)
