@@ -20,10 +20,13 @@ from ludus.proto.errors import EnvError
 STOP_PATH, RESULT_PATH = Path("/tmp/stop"), Path("/tmp/result.json")
 
 
-async def _play_session(client: AsyncEnvClient, rng: random.Random, duration_s: float) -> float:
-    """Play one session for `duration_s` seconds; return the duration of its slowest call."""
+async def _play_session(
+    client: AsyncEnvClient, rng: random.Random, duration_s: float
+) -> tuple[float, float]:
+    """Play one session for `duration_s` seconds; return the times of its open and slowest call."""
     max_call_s, start_s = 0.0, time.monotonic()
     session, transition = await client.open(wait_s=30.0)
+    open_s = time.monotonic() - start_s
     while time.monotonic() - start_s < duration_s and not STOP_PATH.exists():
         await asyncio.sleep(rng.uniform(0.2, 1.0))
         call_start_s = time.monotonic()
@@ -33,7 +36,7 @@ async def _play_session(client: AsyncEnvClient, rng: random.Random, duration_s: 
             transition = await session.step({"action_id": rng.randrange(2)})
         max_call_s = max(max_call_s, time.monotonic() - call_start_s)
     await session.close()
-    return max_call_s
+    return open_s, max_call_s
 
 
 async def _play_sessions(address: str, seed: int, max_duration_s: float) -> list[dict[str, object]]:
@@ -44,10 +47,12 @@ async def _play_sessions(address: str, seed: int, max_duration_s: float) -> list
     ) as client:
         while not STOP_PATH.exists():
             try:
-                max_call_s = await _play_session(client, rng, rng.uniform(2.0, max_duration_s))
-                results.append({"lost": "", "slowest_s": max_call_s})
+                duration_s = rng.uniform(2.0, max_duration_s)
+                open_s, max_call_s = await _play_session(client, rng, duration_s)
+                results.append({"lost": "", "open_s": open_s, "slowest_s": max_call_s})
             except EnvError as error:
-                results.append({"lost": f"{type(error).__name__}: {error}", "slowest_s": 0.0})
+                error_text = f"{type(error).__name__}: {error}"
+                results.append({"lost": error_text, "open_s": 0.0, "slowest_s": 0.0})
     return results
 
 

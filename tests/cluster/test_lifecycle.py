@@ -1,4 +1,4 @@
-"""Upgrade, rollback and uninstall while sessions are open through the gateway."""
+"""Upgrade, rollback, scale-down and uninstall while sessions are open through the gateway."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ pytestmark = [
     pytest.mark.skipif(bool(find_skip_reason()), reason=find_skip_reason()),
 ]
 MAX_SESSION_S = 10.0
-NUM_PLAYERS = 24
+NUM_PLAYERS = 30
+MAX_OPEN_S = 2.0
+"""Limit of the time to open a session, whatever happens to the gateways."""
 SETTINGS = {
     # The drain is longer than any session, so it cuts off no session.
     "gateway.drainSeconds": "20",
@@ -96,19 +98,31 @@ def replace_pods(release: Release, change: Callable[[], object]) -> None:
         )
 
 
-def test_upgrade_and_rollback_lose_no_session(release: Release) -> None:
+def remove_gateway(release: Release) -> None:
+    """Scale the gateways from two to one, and wait until the removed one has terminated."""
+    kubectl("-n", release.namespace, "scale", "deployment/ludus-gateway", "--replicas=1")
+    wait_until(lambda: len(list_pods(release, "gateway")) == 1, "one gateway to terminate")
+
+
+def test_upgrade_rollback_and_scale_down_delay_no_open_and_lose_no_session(
+    release: Release,
+) -> None:
     values, program = [CHART / "values-cpu.yaml"], Path(player.__file__)
     arguments = (str(NUM_PLAYERS), str(MAX_SESSION_S))
     with run_client_pod(release, "blackjack", program, *arguments) as exec_command:
         replace_pods(release, lambda: release.upgrade(values, SETTINGS | ROLLOUT_SETTINGS))
         replace_pods(release, lambda: helm("rollback", release.name, "1", "-n", release.namespace))
+        remove_gateway(release)
         session_results = stop_players(exec_command)
     errors = [session["lost"] for session in session_results if session["lost"]]
+    max_open_s = max(session["open_s"] for session in session_results)
     max_call_s = max(session["slowest_s"] for session in session_results)
     sys.stdout.write(
-        f"\n{len(session_results)} sessions, {len(errors)} lost, slowest call {max_call_s:.1f} s\n"
+        f"\n{len(session_results)} sessions, {len(errors)} lost, slowest open {max_open_s:.2f} s, "
+        f"slowest call {max_call_s:.2f} s\n"
     )
     assert not errors, errors[:3]
+    assert max_open_s <= MAX_OPEN_S
     assert len(session_results) > NUM_PLAYERS
 
 
