@@ -36,6 +36,7 @@ from tests.runs.cluster import (
     format_step_line,
     lose_head,
     make_head_pod,
+    set_status,
     start_cluster,
 )
 from tests.runs.release import NAMESPACE, Json
@@ -133,6 +134,42 @@ def test_stop_makes_the_driver_write_a_checkpoint_and_exit(ludus: RunCli, cluste
     assert "ludus.dev/nudged" in pod["metadata"]["annotations"]
     assert "stopped" in ludus("list").out
     assert "has already ended" in ludus("stop", "demo").err
+
+
+def test_scale_requests_workers_which_a_resumed_run_keeps(ludus: RunCli, cluster: Call) -> None:
+    start_run(ludus, cluster)
+    outcome = ludus("scale", "demo", "--workers", "3")
+    assert outcome.code == 0, outcome.err
+    assert "demo: requested 3 rollout workers" in outcome.out
+    assert json.loads(cluster(get_config_map)["data"]["control.json"])["num_workers"] == 3
+    cluster(lambda c: set_status(c, jobDeploymentStatus="Failed"))
+    assert ludus("resume", "demo", "--detach").code == 0
+    assert json.loads(cluster(get_config_map)["data"]["run.json"])["rollout"]["num_workers"] == 3
+
+
+def test_a_stop_after_scaling_changes_the_control_file_in_part(
+    ludus: RunCli, cluster: Call
+) -> None:
+    start_run(ludus, cluster)
+    ludus("scale", "demo", "--workers", "3")
+    ludus("stop", "demo", "--timeout", "1")
+    control = json.loads(cluster(get_config_map)["data"]["control.json"])
+    assert control == {"num_workers": 3, "stop": True}
+
+
+def test_scale_refuses_more_workers_than_the_run_has_room_for(ludus: RunCli, cluster: Call) -> None:
+    start_run(ludus, cluster)
+    message = read_error(ludus("scale", "demo", "--workers", "50"))
+    assert "run 'demo' has room for 4 workers, got 50" in message
+    assert "ludus resume demo --set rollout.num_workers=50" in message
+    assert "control.json" not in cluster(get_config_map)["data"]
+
+
+def test_scale_refuses_a_run_that_has_ended(ludus: RunCli, cluster: Call) -> None:
+    start_run(ludus, cluster)
+    finish_run(cluster)
+    message = read_error(ludus("scale", "demo", "--workers", "2"))
+    assert "run 'demo' has ended; continue it with: ludus resume demo --set" in message
 
 
 def test_stop_timeout_is_reported(ludus: RunCli, cluster: Call) -> None:

@@ -25,6 +25,7 @@ from ludus.services.cli import (
     run_folder_commands,
     run_list_commands,
     runs_commands,
+    scale_command,
     sft_command,
     submit_command,
     train_command,
@@ -73,7 +74,7 @@ app.command("report", rich_help_panel=_TRAINING)(run_folder_commands.report)
 app.command("eval", rich_help_panel=_TRAINING)(eval_command.evaluate)
 app.command("chat", rich_help_panel=_TRAINING)(chat_command.chat)
 app.command("export", rich_help_panel=_TRAINING)(export_command.export)
-app.command("scale", rich_help_panel=_TRAINING)(run_folder_commands.scale)
+app.command("scale", rich_help_panel=_TRAINING)(scale_command.scale)
 app.command("submit", rich_help_panel=_CLUSTER)(submit_command.submit)
 app.command("list", rich_help_panel=_CLUSTER)(runs_commands.list_runs)
 app.command("status", rich_help_panel=_CLUSTER)(runs_commands.show_status)

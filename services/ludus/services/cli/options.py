@@ -18,12 +18,6 @@ from ludus.proto.values import parse_value
 # Runs.
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Folder of a run, or its name in runs/.")]
-RunDir = Annotated[
-    Path,
-    typer.Argument(
-        metavar="RUN_DIR", help="Folder of a run, for example runs/demo.", callback=expand_home
-    ),
-]
 ConfigPath = Annotated[
     Path | None,
     typer.Argument(

@@ -1,13 +1,12 @@
-"""`ludus report`, `watch` and `scale`: commands for a run on this machine."""
+"""`ludus report` and `watch`: commands for a run on this machine."""
 
 from __future__ import annotations
 
-import os
 import time
 import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -19,9 +18,7 @@ from ludus.proto.errors import ConfigError
 from ludus.proto.paths import expand_home
 from ludus.proto.run_lock import is_in_use
 from ludus.proto.runs import (
-    CONTROL_FILE,
     TRANSCRIPTS_FILE,
-    RunControl,
     Transcript,
     TranscriptTurn,
 )
@@ -32,14 +29,10 @@ from ludus.services.cli.console import (
     print_warning,
     write_json,
 )
-from ludus.services.cli.options import Run, RunDir
+from ludus.services.cli.options import Run
 from ludus.services.cli.records_follower import RecordsFollower
 from ludus.services.cli.run_names import find_run_folder
-from ludus.services.cli.train_command import read_run_config
 from ludus.services.display import describe_consequence, describe_episode, describe_outcome
-
-if TYPE_CHECKING:
-    from ludus.proto.config import LanguageModelRun
 
 POLL_INTERVAL_S = 0.5
 
@@ -113,56 +106,6 @@ def _find_different_folders(runs: Sequence[str]) -> list[Path]:
     for folder in map(find_run_folder, runs):
         folders.setdefault(folder.resolve(), folder)
     return list(folders.values())
-
-
-def scale(
-    run_dir: RunDir,
-    num_workers: Annotated[
-        int, typer.Option("--workers", min=1, help="New number of rollout workers.")
-    ],
-) -> None:
-    """Change the number of rollout workers of a run on this machine while it trains.
-
-    Additional workers join when they are ready; surplus workers finish their episodes first. The
-    number is kept when the run is resumed.
-
-    Example: `ludus scale runs/demo --workers 3`
-    """
-    from ludus.proto.config import require_language_model
-
-    _check_num_workers(require_language_model(read_run_config(run_dir), "ludus scale"), num_workers)
-    path = run_dir / CONTROL_FILE
-    temporary_path = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        temporary_path.write_text(RunControl(num_workers=num_workers).model_dump_json(indent=2))
-        temporary_path.replace(path)
-    except OSError as error:
-        temporary_path.unlink(missing_ok=True)
-        raise ConfigError(
-            f"'{path}' cannot be written ({error.strerror or error}); the number of workers is "
-            "unchanged"
-        ) from error
-    print_line(get_stdout(), f"{run_dir}: requested {num_workers} rollout workers")
-
-
-def _check_num_workers(run: LanguageModelRun, num_workers: int) -> None:
-    """Refuse a number of workers that the run cannot have."""
-    rollout = run.rollout
-    if num_workers < rollout.min_workers:
-        raise ConfigError(
-            f"--workers must be at least rollout.min_workers = {rollout.min_workers}, got"
-            f" {num_workers}"
-        )
-    num_sessions = num_workers * rollout.num_groups_in_flight * rollout.group_size
-    for name, environment in run.environments.items():
-        if environment.kind == "local" and num_sessions > environment.max_sessions:
-            field_path = f"{run.environment_section(name)}.max_sessions"
-            raise ConfigError(
-                f"{num_workers} workers play num_groups_in_flight * group_size = "
-                f"{num_sessions // num_workers} sessions each, {num_sessions} together, but "
-                f"{field_path} = {environment.max_sessions}; restart the run with "
-                f"--set {field_path}={num_sessions}"
-            )
 
 
 def watch(

@@ -221,6 +221,14 @@ def get_pod_containers(template: JsonObject) -> list[JsonObject]:
     return template["spec"]["containers"]
 
 
+def count_max_workers(job: JsonObject, platform: Platform) -> int:
+    """Return the number of rollout workers for which the job's RayCluster may start pods."""
+    for group in get_worker_groups(job):
+        if group.get("groupName") == ROLLOUT_GROUP:
+            return group["maxReplicas"] * platform.rollout.per_pod
+    return 0
+
+
 def _size_groups(job: JsonObject, run: LanguageModelRun, platform: Platform) -> None:
     """Set the number of pods in each group from the run's learner ranks and rollout workers."""
     is_elastic = bool(get_ray_cluster_spec(job).get("enableInTreeAutoscaling"))

@@ -1,10 +1,11 @@
-"""Operations on the runs of a cluster: list, stop and resume.
+"""Operations on the runs of a cluster: list, stop, scale and resume.
 
 stop      writes a stop request into the control file in the run's ConfigMap. The driver reads the
           file, finishes its step, writes a checkpoint and succeeds, so KubeRay neither retries nor
           reports a failure. KubeRay itself cannot stop a run without losing the steps since the
           last checkpoint: `suspend` deletes the RayCluster while the driver runs, and a deletion
           sends SIGTERM to the driver when the learners are already stopping.
+scale     writes the number of rollout workers into the same file.
 resume    replaces the RayJob by a new one with the same name, which uses the same folder and its
           checkpoints.
 """
@@ -26,7 +27,9 @@ from ludus.proto.config import (
 from ludus.proto.config.changes import find_changes
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.proto.runs import RunControl
+from ludus.services.kubernetes.api import JsonObject
 from ludus.services.runs.cluster import RunsCluster, is_head, read_run_config_json
+from ludus.services.runs.manifest import count_max_workers
 from ludus.services.runs.names import CONTROL_KEY, RUN_LABEL, make_job_path
 from ludus.services.runs.state import ClusterRunState, RunPhase, read_state
 
@@ -115,14 +118,56 @@ async def stop(cluster: RunsCluster, run: str, *, deletes_now: bool = False) -> 
     if deletes_now or not has_started or config_map is None:
         await cluster.delete(run)
         return StopOutcome.DELETED
-    control = RunControl.model_validate_json(config_map["data"].get(CONTROL_KEY, "{}"))
-    await cluster.write_control(run, control.model_copy(update={"stop": True}).model_dump_json())
     ttl_patch = {"spec": {"ttlSecondsAfterFinished": _TTL_AFTER_STOP_S}}
     await cluster.api.merge(make_job_path(cluster.namespace, run), ttl_patch)
+    await _change_control(cluster, state, config_map, stop=True)
+    return StopOutcome.REQUESTED
+
+
+async def scale(cluster: RunsCluster, run: str, num_workers: int) -> None:
+    """Request another number of rollout workers of a run that has not ended.
+
+    Raises:
+        NotFoundError: there is no such run.
+        ConfigError: the run has ended, or cannot have this number of workers.
+    """
+    state, config_map = await read_run_state(cluster, run), await cluster.find_config_map(run)
+    resume_command = cluster.format_command(f"resume {run} --set rollout.num_workers={num_workers}")
+    if state.is_over or config_map is None:
+        raise ConfigError(f"run '{run}' has ended; continue it with: {resume_command}")
+    config = require_language_model(
+        validate_run_json(read_run_config_json(config_map)), "ludus scale"
+    )
+    if num_workers < config.rollout.min_workers:
+        raise ConfigError(
+            f"run '{run}' needs at least rollout.min_workers = {config.rollout.min_workers} "
+            f"workers, got {num_workers}"
+        )
+    release = await cluster.find_run_release(run)
+    max_workers = count_max_workers(await cluster.read_job(run), release.platform)
+    if num_workers > max_workers:
+        stop_command = cluster.format_command(f"stop {run}")
+        raise ConfigError(
+            f"run '{run}' has room for {max_workers} workers, got {num_workers}; raise "
+            "runs.rollout.max and set runs.autoscaling.enabled in the release's values for later "
+            f"runs, or restart this run with: {stop_command}, then: {resume_command}"
+        )
+    await _change_control(cluster, state, config_map, num_workers=num_workers)
+
+
+async def _change_control(
+    cluster: RunsCluster, state: ClusterRunState, config_map: JsonObject, **changes: int
+) -> None:
+    """Change fields of the run's control file, and deliver it to the driver at once."""
+    control = _read_control(config_map).model_copy(update=changes)
+    await cluster.write_control(state.name, control.model_dump_json())
     for pod in await cluster.list_pods(state.ray_cluster):
         if is_head(pod):
             await cluster.refresh_mounts(pod["metadata"]["name"], datetime.now(UTC).isoformat())
-    return StopOutcome.REQUESTED
+
+
+def _read_control(config_map: JsonObject) -> RunControl:
+    return RunControl.model_validate_json(config_map["data"].get(CONTROL_KEY, "{}"))
 
 
 async def load_resumable_config(
@@ -149,6 +194,9 @@ async def load_resumable_config(
             f"{cluster.format_command(f'logs -f {run}')}"
         )
     old_config_json = read_run_config_json(config_map)
+    num_workers = _read_control(config_map).num_workers
+    if num_workers is not None:
+        overrides = [f"rollout.num_workers={num_workers}", *overrides]
     run_config = make_run_config(json.loads(old_config_json), overrides)
     config = require_language_model(run_config, "ludus resume")
     if config.name != run:
