@@ -49,6 +49,14 @@ def test_episode_without_reward_terms_shows_the_return(ludus: RunCli, run_dir: P
     assert "terminated · return 1\n" in ludus("watch", "demo").out.replace(" \n", "\n")
 
 
+@pytest.mark.parametrize(("success", "text"), [(True, "success"), (False, "no success")])
+def test_success_of_an_episode_is_shown(
+    ludus: RunCli, run_dir: Path, success: bool, text: str
+) -> None:
+    write_run(run_dir, transcript(1).model_copy(update={"terms": {}, "success": success}))
+    assert f"terminated · return 1 · {text}" in ludus("watch", "demo").out
+
+
 def test_a_failure_reason_is_shown_with_escaped_control_characters(
     ludus: RunCli, run_dir: Path
 ) -> None:

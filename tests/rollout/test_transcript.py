@@ -47,7 +47,7 @@ async def test_transcript_contains_messages_completions_actions_and_rewards(
     rollout = group.rollouts[0]
     assert (record.group, record.episode, record.seed) == (6, 0, 11)
     assert (record.reward, record.terms) == (rollout.reward, {"environment": rollout.reward})
-    assert record.status == "terminated"
+    assert (record.status, record.success) == ("terminated", rollout.reward == 1)
     [turn] = record.turns
     assert [(message.role, message.text) for message in turn.shown] == [("user", "hard 11 vs 2")]
     assert (turn.answer, turn.action, turn.reward) == ("STAND", {"text": "STAND"}, rollout.reward)

@@ -203,6 +203,8 @@ class Transcript(_Record):
     """Weighted sum of the terms; null if the episode has no reward."""
     episode_return: float | None
     """Sum of the rewards of all steps."""
+    success: bool | None = None
+    """Success as the environment reports it; null if it reports nothing."""
     terms: dict[str, float | None]
     """Reward terms by name, without their weights."""
     failure: str = ""

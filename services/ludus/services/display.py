@@ -198,6 +198,8 @@ def describe_outcome(transcript: Transcript) -> str:
         transcript.status.replace("_", " "),
         f"return {_format_optional(transcript.episode_return)}",
     ]
+    if transcript.success is not None:
+        phrases.append("success" if transcript.success else "no success")
     if transcript.terms and list(transcript.terms) != ["environment"]:
         terms = ", ".join(
             f"{name} {_format_optional(amount)}" for name, amount in transcript.terms.items()

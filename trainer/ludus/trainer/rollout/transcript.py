@@ -56,6 +56,7 @@ def make_transcript(
         status=rollout.status.value,
         reward=rollout.reward,
         episode_return=rollout.episode_return,
+        success=rollout.success,
         terms={term.name: term.value for term in rollout.terms},
         failure=rollout.failure,
         turns=tuple(turns),
