@@ -51,11 +51,27 @@ async def test_single_session_server_does_not_offer_multi_session_rules(wire: st
     assert get_broken_rules(report) == {}
 
 
+class OpenInstancesEnv(CountingEnv):
+    num_open = 0
+    max_open = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        cls = type(self)
+        cls.num_open += 1
+        cls.max_open = max(cls.max_open, cls.num_open)
+
+    def close(self) -> None:
+        super().close()
+        type(self).num_open -= 1
+
+
 @pytest.mark.slow
-async def test_check_does_not_fill_a_large_server() -> None:
-    report = await check_wire(max_sessions=200)
+async def test_check_opens_at_most_16_sessions_on_a_large_server() -> None:
+    report = await check_wire(OpenInstancesEnv, max_sessions=200)
     assert report.has_passed
     assert report.checks[0].verdict == "not offered"
+    assert (OpenInstancesEnv.max_open, OpenInstancesEnv.num_open) == (16, 0)
 
 
 class AnyTextRenderer:

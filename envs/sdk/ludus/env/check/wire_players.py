@@ -96,7 +96,7 @@ class CheckedServer:
     async def measure_capacity(self) -> None:
         """Open sessions until one is refused or waits, or the maximum is reached."""
         try:
-            for num_sessions in range(MAX_SESSIONS + 1):
+            for num_sessions in range(MAX_SESSIONS):
                 self.capacity = num_sessions
                 # The first open may wait until a server starts.
                 async with asyncio.timeout(self.max_open_s if num_sessions else None):

@@ -39,7 +39,7 @@ async def a_full_server_refuses_with_a_code(server: CheckedServer) -> None:
     if server.has_queue:
         raise NotOfferedError("a refusal, because opens wait for a free session")
     if server.capacity_error is None:
-        raise NotOfferedError(f"a limit of {MAX_SESSIONS} or fewer sessions")
+        raise NotOfferedError(f"a limit of fewer than {MAX_SESSIONS} sessions")
     code = server.capacity_error.code
     expect(code == ErrorCode.CAPACITY_REACHED, "the code CAPACITY_REACHED", code)
     expect(server.capacity > 0, "room for at least one session", "none")
