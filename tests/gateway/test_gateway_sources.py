@@ -69,6 +69,7 @@ async def test_started_servers_do_not_inherit_gateway_secrets(tmp_path, monkeypa
     secrets = {
         "LUDUS_GATEWAY_TOKEN": "a-token-of-the-gateway-" + "g" * 32,
         "FLEET_TOKEN": "a-token-of-the-servers-" + "s" * 32,
+        "LUDUS_ENV_TOKEN": "a-token-of-other-servers-" + "e" * 32,
         "LUDUS_SESSION_KEY": "a-key-of-the-gateway-" + "k" * 32,
         "TEAM_A_TOKEN": "a-token-of-a-tenant-" + "a" * 32,
         "FORGOTTEN_COPY": "a-token-of-a-tenant-" + "a" * 32,

@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ludus.env.runtime import make_module_command
-from ludus.env.sessions.options import Isolation, ServerAddresses
+from ludus.env.sessions.options import TOKEN_VARIABLE, Isolation, ServerAddresses
 from ludus.env.types import JsonObject
 from ludus.proto.errors import UnavailableError, UserError
 
@@ -38,7 +38,8 @@ class LocalServer:
     extra_variables: dict[str, str] = field(default_factory=dict, repr=False)
     """Additional environment variables, such as the secret LUDUS_SERVER_KEY."""
     hidden_variables: frozenset[str] = frozenset()
-    """Environment variables of this process that the server must not receive."""
+    """Environment variables of this process that the server must not receive, in addition to the
+    token of other servers."""
     num_restarts: int = 0
     addresses: ServerAddresses | None = None
     """Addresses of the server when it last ran; None before the first start."""
@@ -61,7 +62,8 @@ class LocalServer:
             UserError: the server refused its package, options or ports, with its own message.
             UnavailableError: the server did not listen in time.
         """
-        hidden_names = self.hidden_variables
+        # The server is reachable on loopback only and needs no token.
+        hidden_names = self.hidden_variables | {TOKEN_VARIABLE}
         variables = {name: value for name, value in os.environ.items() if name not in hidden_names}
         with tempfile.TemporaryDirectory(prefix="ludus-env-") as folder:
             ready_file, errors_file = Path(folder) / "ready.json", Path(folder) / "errors"
