@@ -10,7 +10,7 @@ import pytest
 from ludus.env.grpc import backlog as backlog_module
 from ludus.env.grpc import call_server as call_server_module
 from ludus.env.grpc.backlog import Backlog, CallReader, ReplyWriter
-from ludus.env.limits import MAX_BATCH_BYTES, MAX_CALLS_PER_MESSAGE
+from ludus.env.limits import MAX_BATCH_BYTES, MAX_CALL_FIELDS, MAX_CALLS_PER_MESSAGE
 from ludus.env.messages.wire_format import check_num_fields
 from ludus.proto.env.v1 import env_pb2 as pb
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
@@ -213,6 +213,14 @@ async def test_message_with_too_many_fields_is_refused_before_parsing(
                 assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
             await other_stream.call.write(make_state_calls(session_id, 1))
             assert await count_results(other_stream, 1) == 1
+
+
+def test_smallest_message_with_too_many_fields_is_refused() -> None:
+    check_num_fields(pb.CallBatch, encode_field(1, b"") * MAX_CALL_FIELDS, MAX_CALL_FIELDS)
+    with pytest.raises(ValueError, match="at most 65536 fields in one message, got more"):
+        check_num_fields(
+            pb.CallBatch, encode_field(1, b"") * (MAX_CALL_FIELDS + 1), MAX_CALL_FIELDS
+        )
 
 
 @pytest.mark.slow

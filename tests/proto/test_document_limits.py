@@ -51,6 +51,7 @@ TEXTS = [
     ("h.json", '{"name": "\\ud800"}', HALF),
     ("i.json", '{"environment": {"options": {"\\udfff": ["a"]}}}', HALF),
     ("e.json", '{"a": [' + "1," * 300_000 + "1]}", MANY),
+    ("j.json", "{" + ",".join(f'"{index}": 1' for index in range(100_001)) + "}", MANY),
     ("f.json", " " * 20_000_000, LONG),
     ("a.yaml", ALIAS_BOMB, MANY),
     ("b.yaml", MERGE_BOMB, MANY),

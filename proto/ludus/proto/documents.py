@@ -164,7 +164,7 @@ def check_limits(tree: object) -> None:
     num_values = 0
     while levels:
         for value in levels[-1]:
-            num_values += 1
+            num_values += 1 + (len(value) if isinstance(value, Mapping) else 0)
             if num_values > MAX_VALUES:
                 raise _make_count_error()
             _check_scalar(value)
@@ -266,7 +266,7 @@ def _make_depth_error() -> DocumentLimitError:
 
 
 def _make_count_error() -> DocumentLimitError:
-    return DocumentLimitError(f"it has more than {MAX_VALUES:,} values; remove some of them")
+    return DocumentLimitError(f"it has more than {MAX_VALUES:,} keys and values; remove some")
 
 
 def _make_number_error() -> DocumentLimitError:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from ludus.env.limits import MAX_CALL_FIELDS
+
 _MAX_VARINT_BITS = 63
-_MAX_UNCHECKED_BYTES = 256 * 1024
-"""Maximum size of a message that is not checked, because it cannot contain many fields."""
+_MAX_UNCHECKED_BYTES = 2 * MAX_CALL_FIELDS
+"""Maximum size of a message that is not checked. Each field takes at least two bytes."""
 
 
 def check_num_fields(message_type: Any, encoded_message: bytes, max_fields: int) -> None:
