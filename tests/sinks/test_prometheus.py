@@ -254,8 +254,9 @@ def test_port_in_use_is_refused_with_a_remedy() -> None:
             open_sinks(make_run_config(prometheus={"port": port}), Path("unused"))
 
 
-def test_foreign_host_name_is_refused(exporter: PrometheusExporter) -> None:
+@pytest.mark.parametrize("header", [{"host": "evil.example"}, {"origin": "https://evil.example"}])
+def test_foreign_web_page_is_refused(exporter: PrometheusExporter, header: dict[str, str]) -> None:
     url = f"http://127.0.0.1:{exporter.port}/metrics"
-    request = urllib.request.Request(url, headers={"host": "evil.example"})
+    request = urllib.request.Request(url, headers=header)
     with pytest.raises(urllib.error.HTTPError, match="403"):
         urllib.request.urlopen(request, timeout=60)

@@ -32,7 +32,13 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ludus.env.security.tokens import FOREIGN_HOST, is_allowed_host, is_loopback_name
+from ludus.env.security.tokens import (
+    FOREIGN_HOST,
+    FOREIGN_ORIGIN,
+    is_allowed_host,
+    is_loopback_name,
+    is_loopback_origin,
+)
 from ludus.env.types import JsonObject
 from ludus.proto.config import PrometheusSink, RecordedRun
 from ludus.proto.errors import ConfigError
@@ -214,7 +220,7 @@ class PrometheusExporter(RunSeries):
             ) from error
         if is_loopback_name(str(self._server.server_address[0])):
             metrics_app = cast(WSGIApplication, self._server.get_app())
-            self._server.set_app(_refuse_foreign_hosts(metrics_app))
+            self._server.set_app(_refuse_foreign_pages(metrics_app))
         handler = cast(type[StreamRequestHandler], self._server.RequestHandlerClass)
         handler.timeout = _IDLE_TIMEOUT_S
         _log.info("metrics for Prometheus on http://%s:%d/metrics", config.host, self.port)
@@ -231,14 +237,19 @@ class PrometheusExporter(RunSeries):
         self._thread.join()
 
 
-def _refuse_foreign_hosts(app: WSGIApplication) -> WSGIApplication:
-    """Return an application that refuses requests with host names of other machines."""
+def _refuse_foreign_pages(app: WSGIApplication) -> WSGIApplication:
+    """Return an application that refuses requests with hosts or origins of other machines."""
 
     def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        if is_allowed_host(environ.get("HTTP_HOST", "localhost"), ()):
+        refusal = ""
+        if not is_allowed_host(environ.get("HTTP_HOST", "localhost"), ()):
+            refusal = FOREIGN_HOST
+        elif not is_loopback_origin(environ.get("HTTP_ORIGIN", "http://localhost")):
+            refusal = FOREIGN_ORIGIN
+        if not refusal:
             return app(environ, start_response)
         start_response("403 Forbidden", [("content-type", "text/plain; charset=utf-8")])
-        return [FOREIGN_HOST.encode()]
+        return [refusal.encode()]
 
     return answer
 

@@ -22,6 +22,10 @@ MISSING_TOKEN = (
     " pass token=... to the client"
 )
 REVOKED_TOKEN = "this server's token was replaced; connect again with the new token"
+FOREIGN_ORIGIN = (
+    "a web page from another origin cannot use this server; give the server a token and listen on a"
+    " public host name to allow it"
+)
 FOREIGN_HOST = (
     "this server listens on loopback and accepts only the host names localhost, 127.0.0.1 and"
     " [::1]; use one of them, or allow the other name (allow_host)"
@@ -184,11 +188,7 @@ class RefuseForeignOrigins:
         if scope["type"] not in ("http", "websocket") or not _is_foreign(scope):
             await self._app(scope, receive, send)
             return
-        detail = {
-            "message": "a web page from another origin cannot use this server; give the server"
-            " a token and listen on a public host name to allow it",
-            "code": str(ErrorCode.PERMISSION_DENIED),
-        }
+        detail = {"message": FOREIGN_ORIGIN, "code": str(ErrorCode.PERMISSION_DENIED)}
         await _deny(JSONResponse({"detail": detail}, 403), scope, receive, send)
 
 
@@ -197,10 +197,11 @@ def _is_foreign(scope: Scope) -> bool:
     if not server or not is_loopback_name(server[0]):
         return False
     origins = [value.decode("latin-1") for name, value in scope["headers"] if name == b"origin"]
-    return not all(_is_loopback_origin(origin) for origin in origins)
+    return not all(map(is_loopback_origin, origins))
 
 
-def _is_loopback_origin(origin: str) -> bool:
+def is_loopback_origin(origin: str) -> bool:
+    """Return True if an `origin` header names a web page of this machine."""
     try:
         return is_loopback_name(urlsplit(origin).hostname or "")
     except ValueError:
