@@ -7,7 +7,7 @@ MODEL ?=
 MODEL_FOLDER := .cache/models/$(MODEL)
 NAME ?= demo$(if $(MODEL),-$(MODEL))$(if $(filter vllm,$(GENERATOR)),-vllm)
 RUN_OPTIONS = --overwrite --set name=$(NAME) --set generator.kind=$(GENERATOR) $(if $(SEED),--set seed=$(SEED))
-VENV := .venv/bin
+override VENV := .venv/bin
 # Test files are distributed over processes, slow files first (tests/conftest.py). Fast tests mostly
 # wait, so they may use more processes than cores; whole runs keep more than a core busy.
 PYTEST := $(VENV)/python -m pytest --dist loadscope --no-loadscope-reorder --durations=25
@@ -20,7 +20,7 @@ help:       ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
 setup:      ## make .venv with locked versions (ACCELERATOR=cpu|cuda, PYTHON=, TORCH_INDEX_URL=)
-	@PYTHON=$(PYTHON) ACCELERATOR=$(ACCELERATOR) TORCH_INDEX_URL=$(TORCH_INDEX_URL) bash dev/setup.sh
+	@VENV=.venv PYTHON=$(PYTHON) ACCELERATOR=$(ACCELERATOR) TORCH_INDEX_URL=$(TORCH_INDEX_URL) bash dev/setup.sh
 
 demo: setup ## train a language model at blackjack, or a real one at sums (MODEL=smollm2, GENERATOR=vllm, SEED=, ARGS=)
 	@$(if $(MODEL),$(MAKE) --no-print-directory demo-model,$(VENV)/ludus train examples/blackjack/tiny.toml $(RUN_OPTIONS) $(ARGS))
