@@ -1,7 +1,7 @@
 """Rewards of Gymformer's language environments, which are reward functions of a run, too.
 
     distance_to_answer   -|x - y| of <final_answer>x</final_answer>; -5 without x, -10 without tags
-    summary_reward       up to 1 for brevity, and 0.2 for each key term
+    summary_reward       up to 0.8 for brevity, and 0.2 for each key term
 
 The functions with plural names accept lists with one entry per episode, as `environment.rewards`
 passes them:
