@@ -185,6 +185,15 @@ def test_tools_are_called(ludus: RunCli, files: Path) -> None:
     assert evaluation.models["a"].result.num_games == 2
 
 
+def test_a_fine_tuning_run_stands_for_its_kept_model(files: Path) -> None:
+    run_folder = files / "runs" / "chats"
+    shutil.copytree(files / "a", run_folder / "checkpoints" / "step-00000002" / "model")
+    shutil.copytree(files / "b", run_folder / "model")
+    (run_folder / "metrics.jsonl").touch()
+    path = evaluated_models.find_model_path("runs/chats")
+    assert path == str((run_folder / "model").resolve())
+
+
 @pytest.fixture
 def server() -> Iterator[OpenAiServer]:
     """Start an OpenAI-compatible server."""
@@ -268,6 +277,11 @@ def test_endpoint_calls_tools(ludus: RunCli, files: Path, server: OpenAiServer) 
         ),
         (("a",), ["'a' is a model, not a run", "ludus eval --model a --env TARGET"]),
         (("--model", "a", "runs/demo"), ["--model cannot be combined with the run"]),
+        (("--seed", "1", "runs/demo"), ["--seed cannot be combined with the run"]),
+        (
+            ("--max-completion-tokens", "8", "runs/demo"),
+            ["--max-completion-tokens cannot be combined with the run"],
+        ),
     ],
     ids=lambda value: " ".join(value),
 )

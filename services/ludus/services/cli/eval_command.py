@@ -236,6 +236,8 @@ def _refuse_model_options(run_dir: Path, options: ModelOptions) -> None:
         "--env": options.target,
         "--option": options.options,
         "--generator": options.generator,
+        "--seed": options.seed,
+        "--max-completion-tokens": options.max_completion_tokens,
         "--tools": options.uses_tools,
         "--baseline": options.baselines,
         "--endpoint": options.endpoint,

@@ -21,7 +21,13 @@ from ludus.proto.config import LanguageModelRun, PretrainedModel, VllmGenerator
 from ludus.proto.errors import ConfigError, NotFoundError, UserError
 from ludus.proto.runs import CHECKPOINTS_FOLDER, METRICS_FILE
 from ludus.trainer.core.devices import MIN_WIDTH_FOR_THREADS
-from ludus.trainer.core.model_paths import MODEL_CONFIG_FILE, find_gguf, is_folder_path
+from ludus.trainer.core.model_paths import (
+    FINE_TUNED_FOLDER,
+    MODEL_CONFIG_FILE,
+    find_gguf,
+    is_fine_tuned_run,
+    is_folder_path,
+)
 from ludus.trainer.core.output import warn_user
 from ludus.trainer.models import load
 from ludus.trainer.models.chat import ChatTokenizer
@@ -154,7 +160,8 @@ def name_model(name: str, path: str, field: str = _FIELD) -> Iterator[None]:
 def find_model_path(name: str, field: str = _FIELD) -> str:
     """Return the path of a model's folder, or the Hugging Face id unchanged.
 
-    The folder of a run stands for the model of its latest checkpoint.
+    The folder of a run stands for the model of its latest checkpoint, that of a fine-tuning run for
+    the model that the run kept.
 
     Args:
         field: name of the model's option, for messages.
@@ -175,7 +182,9 @@ def find_model_path(name: str, field: str = _FIELD) -> str:
             problem = "is a file" if folder.exists() else "does not exist"
             raise NotFoundError(f"{field} '{name}' {problem}; {_FOLDER_HINT}")
         return name
-    if (folder / METRICS_FILE).is_file() or (folder / CHECKPOINTS_FOLDER).is_dir():
+    if is_fine_tuned_run(folder):
+        folder = folder / FINE_TUNED_FOLDER
+    elif (folder / METRICS_FILE).is_file() or (folder / CHECKPOINTS_FOLDER).is_dir():
         folder = _find_trained_model(folder, f"{field} '{name}'")
     if not (folder / MODEL_CONFIG_FILE).is_file():
         raise NotFoundError(
