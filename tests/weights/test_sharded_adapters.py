@@ -1,4 +1,4 @@
-"""Adapters of a model that is sharded over two ranks are published completely."""
+"""Adapters of a model that is sharded over two ranks are trained and gathered completely."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from transformers import PreTrainedModel, Qwen2ForCausalLM
 from ludus.proto.config import LearnerConfig
 from ludus.trainer.learner.lora import (
     add_adapters,
-    gather_adapters,
-    gather_base_weights,
+    merge_adapters,
     set_adapters_enabled,
 )
-from ludus.trainer.learner.model import prepare_model
+from ludus.trainer.learner.model import gather_parameters, prepare_model
 from ludus.trainer.learner.process_group import leave_process_group
-from ludus.trainer.weights.adapters import AdapterMerger
 from tests.weights.test_adapters import LORA_CONFIG, TOKEN_IDS, make_model
 
 NUM_RANKS = 2
@@ -64,28 +62,24 @@ def train_adapters(rank: int, folder: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
-        logprobs, adapters, base_weights = (
-            policy(TOKEN_IDS),
-            gather_adapters(model),
-            gather_base_weights(model),
-        )
+        logprobs, weights = policy(TOKEN_IDS), gather_parameters(model.named_parameters())
         set_adapters_enabled(policy, False)
         base_logprobs = policy(TOKEN_IDS)
     if rank == 0:
-        torch.save((logprobs, base_logprobs, adapters, base_weights), f"{folder}/outcome.pt")
+        torch.save((logprobs, base_logprobs, weights), f"{folder}/outcome.pt")
 
 
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_adapters_of_a_sharded_model_are_published_completely(tmp_path: Path) -> None:
+def test_adapters_of_a_sharded_model_are_gathered_completely(tmp_path: Path) -> None:
     make_model().save_pretrained(tmp_path / "base")
     mp.spawn(train_rank, args=(str(tmp_path),), nprocs=NUM_RANKS)
-    logprobs, base_logprobs, adapters, base_weights = torch.load(tmp_path / "outcome.pt")
+    logprobs, base_logprobs, weights = torch.load(tmp_path / "outcome.pt")
     scorer = Scorer(make_model())
     with torch.no_grad():
         torch.testing.assert_close(scorer(TOKEN_IDS), base_logprobs, atol=1e-5, rtol=0)
-        merged_weights = AdapterMerger(base_weights, LORA_CONFIG).merge(adapters)
+        merged_weights = merge_adapters(weights, LORA_CONFIG)
         scorer.language_model.load_state_dict(merged_weights, strict=False)
         torch.testing.assert_close(scorer(TOKEN_IDS), logprobs, atol=1e-5, rtol=0)
     assert (logprobs - base_logprobs).abs().max() > 0.1

@@ -129,11 +129,11 @@ class LearnerActor:
         """Return immediately, to show that the rank is alive and idle."""
 
     def save(self, state_folder: Path, model_folder: Path) -> list[SavedFile]:
-        """Save this rank's part of a checkpoint, and the model from rank 0; return the files."""
+        """Save this rank's part of a checkpoint and of the model, and return the files."""
         return self._learner.save(state_folder) + self._learner.export_model(model_folder)
 
     def export_model(self, folder: Path) -> None:
-        """Save the model from rank 0."""
+        """Save this rank's part of the model."""
         self._learner.export_model(folder)
 
     def load(self, folder: Path) -> None:

@@ -31,6 +31,7 @@ from ludus.trainer.core.model_paths import (
 from ludus.trainer.core.output import warn_user
 from ludus.trainer.models import load
 from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.models.weight_files import find_weight_problem
 from ludus.trainer.rollout.adapters.environment_adapter import make_renderer
 from ludus.trainer.rollout.adapters.tool_adapter import Toolbox
 from ludus.trainer.rollout.endpoint_policy import NO_TOKENIZER, Endpoint, EndpointRunner
@@ -41,7 +42,6 @@ from ludus.trainer.rollout.rewards.reward_models import RewardModels
 from ludus.trainer.rollout.runner import RunnerComponents, episode_limits
 from ludus.trainer.run.checkpoint import MODEL_FOLDER, find_checkpoint, list_checkpoints
 from ludus.trainer.setup.environments import ConnectedEnvironment
-from ludus.trainer.setup.model_files import find_weight_problem
 
 _FIELD = "--model"
 _FOLDER_HINT = "name a folder that save_pretrained wrote, or a Hugging Face id"

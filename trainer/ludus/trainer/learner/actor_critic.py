@@ -28,6 +28,7 @@ from ludus.trainer.learner.model import (
     make_ancestor_mask,
 )
 from ludus.trainer.models.load import is_reward_model, load_sequence_classifier, load_tokenizer
+from ludus.trainer.models.sharded_reading import Prepare
 
 
 class Critic(nn.Module):
@@ -134,11 +135,14 @@ class ActorCritic(nn.Module):
         return [module for module in (self.policy, self.critic) if module is not None]
 
 
-def load_critic(path: str, policy_path: str) -> Critic:
-    """Load a critic from a folder or a Hugging Face id, or initialize one from a language model.
+def load_critic_model(
+    path: str, policy_path: str, prepare: Prepare | None = None
+) -> PreTrainedModel:
+    """Load a critic's model from a folder or a Hugging Face id, or start from a language model.
 
     A reward model, or the critic of an earlier run, keeps its head. A causal language model gets a
-    head that predicts 0, so that an untrained critic does not move the policy at first.
+    head that predicts 0, so that an untrained critic does not move the policy at first. `prepare`
+    shards the model before its weights are read (see `load_prepared`).
 
     Raises:
         NotFoundError: there is no model.
@@ -147,12 +151,19 @@ def load_critic(path: str, policy_path: str) -> Critic:
     keeps_head = is_reward_model(path)
     if path != policy_path:
         check_same_tokens(path, policy_path)
-    classifier = load_sequence_classifier(path, torch.float32, allows_new_head=True)
-    if not keeps_head:
-        nn.init.zeros_(classifier.score.weight)
+
+    def prepare_with_head(classifier: PreTrainedModel) -> None:
+        if not keeps_head:
+            classifier.score.weight = nn.Parameter(torch.zeros(classifier.score.weight.shape))
+        if prepare is not None:
+            prepare(classifier)
+
+    classifier = load_sequence_classifier(
+        path, torch.float32, allows_new_head=True, prepare=prepare_with_head
+    )
     # The loaded config still names the original class; replace it with the actual one.
     classifier.config.architectures = [type(classifier).__name__]
-    return Critic(classifier)
+    return classifier
 
 
 def check_same_tokens(path: str, policy_path: str) -> None:

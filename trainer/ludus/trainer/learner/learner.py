@@ -13,7 +13,7 @@ Every method is a collective: all ranks must call it with equal arguments, other
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,36 +22,23 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
-from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
-from transformers.utils import GENERATION_CONFIG_NAME
 
 from ludus.proto.config import (
-    CriticConfig,
     HeadCritic,
     LanguageModelRun,
     LearnerConfig,
     ModelCritic,
     PpoConfig,
 )
-from ludus.proto.errors import CheckpointError
-from ludus.trainer.core.output import describe_write_error
 from ludus.trainer.core.streams import Stream, seed_torch
 from ludus.trainer.core.types import Batch, Coefficients, SavedFile, ScoringRequest, TrainingSample
 from ludus.trainer.learner import lora
 from ludus.trainer.learner.abandonment import StepAbandonedError, StepAbandonment
-from ludus.trainer.learner.actor_critic import ActorCritic, Critic, load_critic
+from ludus.trainer.learner.actor_critic import ActorCritic
 from ludus.trainer.learner.algorithm import Algorithm, LossTargets
-from ludus.trainer.learner.checkpoint_reader import (
-    CheckpointReader,
-    PlainValuePlanner,
-    UnsafeFileError,
-)
+from ludus.trainer.learner.construction import ModelLoader
 from ludus.trainer.learner.micro_batches import (
     MicroBatch,
     MicroBatchConfig,
@@ -69,21 +56,20 @@ from ludus.trainer.learner.model import (
     estimate_row_costs,
     gather_parameters,
     has_same_attention,
-    prepare_model,
 )
+from ludus.trainer.learner.model_export import ExportSettings, export_model
 from ludus.trainer.learner.process_group import select_device
 from ludus.trainer.learner.rounding import change_rounding, compute_max_difference
+from ludus.trainer.learner.saved_state import LearnerState
 from ludus.trainer.learner.step_metrics import (
     StepMetrics,
     TrainingWork,
     make_step_metrics,
     sum_metrics,
 )
-from ludus.trainer.models.load import load_language_model, load_policy_tokenizer
-from ludus.trainer.weights.adapters import AdapterMerger
+from ludus.trainer.learner.weight_export import MAX_FILE_BYTES
+from ludus.trainer.models.load import load_policy_tokenizer
 
-_VALUE_HEAD_FILE = "value_head.safetensors"
-_CRITIC_FOLDER = "critic"
 _REQUESTS_PER_PASS = 64
 
 
@@ -105,13 +91,17 @@ class Learner:
         config, algorithm = run.learner, run.algorithm
         self._algorithm = Algorithm(algorithm, run.rollout.max_tokens)
         critic = algorithm.critic if isinstance(algorithm, PpoConfig) else None
-        self._policy = self._load_policy(has_value_head=isinstance(critic, HeadCritic))
+        loader = ModelLoader(run, model_path, self._mesh, self._device)
+        self._policy = loader.load_policy(has_value_head=isinstance(critic, HeadCritic))
         # The reference model of adapters is the policy with its adapters disabled.
         self._reference: PolicyModel | None = None
         if algorithm.kl_coef > 0 and self._lora_config is None:
-            self._reference = self._load_policy(offloads_parameters=config.offload_reference)
+            self._reference = loader.load_policy(offloads_parameters=config.offload_reference)
         dtype = getattr(torch, config.dtype)
-        self.model = ActorCritic(self._policy, self._load_critic(critic))
+        self.model = ActorCritic(
+            self._policy,
+            loader.load_critic(critic) if isinstance(critic, ModelCritic) else None,
+        )
         models = self.model.list_models()
         self._work = TrainingWork.for_models(models, self._device, dtype, self._num_ranks)
         packs_trees = (
@@ -124,10 +114,6 @@ class Learner:
         self._micro_batch_config = MicroBatchConfig(
             config.max_tokens_per_micro_batch, row_costs, self._rank, self._num_ranks
         )
-        # The frozen weights under adapters come from the model's folder and are not saved.
-        self._state_options = StateDictOptions(
-            ignore_frozen_params=self._lora_config is not None, strict=self._lora_config is None
-        )
         groups = self.model.make_optimizer_groups(run.learning_rate, algorithm)
         self._rate_scales = [group.rate_scale for group in groups]
         self._optimizer = torch.optim.AdamW(
@@ -135,6 +121,11 @@ class Learner:
             lr=run.learning_rate,
             fused=True,
             **_make_adamw_settings(config),
+        )
+        self._state = LearnerState(
+            self.model.checkpoint_module,
+            self._optimizer,
+            has_adapters=self._lora_config is not None,
         )
         self._num_skipped_in_a_row = 0
         self.abandonment = StepAbandonment(self._optimizer, self._device, self._num_ranks)
@@ -214,7 +205,8 @@ class Learner:
         """
         if self._lora_config is not None:
             return lora.gather_adapters(self._policy.language_model, keeps_copies=self._rank == 0)
-        return self._gather_parameters(self._policy.language_model)
+        parameters = self._policy.language_model.named_parameters()
+        return gather_parameters(parameters, keeps_copies=self._rank == 0)
 
     @torch.no_grad()
     def score_completions(self, requests: Sequence[ScoringRequest]) -> list[list[float]]:
@@ -256,44 +248,22 @@ class Learner:
         Raises:
             CheckpointError: the folder cannot be written.
         """
-        state = self._get_state()
-        with _convert_write_errors(folder):
-            dcp.save(state, checkpoint_id=folder)
-        paths = sorted(folder.glob(f"__{self._rank}_*"))
-        if self._rank == 0:
-            paths.append(folder / ".metadata")
-        return [SavedFile.from_path(path) for path in paths]
+        return self._state.save(folder)
 
-    def export_model(self, folder: Path) -> list[SavedFile]:
-        """Save the policy from rank 0 as a Hugging Face folder, and return this rank's files.
+    def export_model(
+        self, folder: Path, *, max_file_bytes: int = MAX_FILE_BYTES
+    ) -> list[SavedFile]:
+        """Save the policy as a Hugging Face folder, and return the files of this rank.
+
+        Args:
+            max_file_bytes: maximum size of a file of weights that has more than one tensor.
 
         Raises:
             CheckpointError: the folder cannot be written.
         """
-        language_model, critic = self._policy.language_model, self.model.critic
-        weights = self.gather_weights()
-        value_head = self._gather_parameters(self._policy.value_head)
-        critic_state = self._gather_parameters(None if critic is None else critic.classifier)
-        base_weights: dict[str, Tensor] = {}
-        if self._lora_config is not None:
-            base_weights = lora.gather_base_weights(language_model, keeps_copies=self._rank == 0)
-        if self._rank != 0:
-            return []
         tokenizer = load_policy_tokenizer(self._model_path, self._run.model)
-        with _convert_write_errors(folder):
-            if self._lora_config is not None:
-                adapter_folder = folder / lora.ADAPTER_FOLDER
-                lora.save_adapters(adapter_folder, weights, self._lora_config, self._model_path)
-                weights = AdapterMerger(base_weights, self._lora_config).merge(weights)
-            _save_pretrained(language_model.config, tokenizer, weights, folder)
-            # Unlike save_pretrained, this accepts the sampling settings of every published model.
-            language_model.generation_config.to_json_file(folder / GENERATION_CONFIG_NAME)
-            if value_head:
-                save_file(value_head, folder / _VALUE_HEAD_FILE)
-            if critic is not None:
-                config = critic.classifier.config
-                _save_pretrained(config, tokenizer, critic_state, folder / _CRITIC_FOLDER)
-        return [SavedFile.from_path(path) for path in sorted(folder.rglob("*")) if path.is_file()]
+        settings = ExportSettings(tokenizer, self._model_path, self._lora_config, max_file_bytes)
+        return export_model(self.model, folder, settings)
 
     def load(self, folder: Path) -> None:
         """Restore the state that `save` wrote, possibly with a different number of ranks.
@@ -302,28 +272,10 @@ class Learner:
             CheckpointError: the folder cannot be read, contains an object that could run code, or
                 belongs to a different model.
         """
-        state = self._get_state()
-        try:
-            dcp.load(state, storage_reader=CheckpointReader(folder), planner=PlainValuePlanner())
-        except (CheckpointException, RuntimeError, OSError) as error:
-            failure = _find_first_failure(error)
-            is_described = failure is error or isinstance(failure, UnsafeFileError)
-            reason = str(failure) if is_described else repr(failure)
-            raise CheckpointError(
-                f"checkpoint '{folder}' cannot be read: {reason}; it must be complete, and come "
-                "from a run with the same model"
-            ) from error
-        set_state_dict(
-            self.model.checkpoint_module,
-            self._optimizer,
-            model_state_dict=state["policy"],
-            optim_state_dict=state["optimizer"],
-            options=self._state_options,
-        )
+        self._state.load(folder)
         # A checkpoint contains the optimizer settings of its run; use the current ones instead.
         for group in self._optimizer.param_groups:
             group.update(_make_adamw_settings(self._config))
-        torch.set_rng_state(state["torch_random"])
 
     @contextmanager
     def _clean_up_abandoned_step(self) -> Iterator[None]:
@@ -336,42 +288,6 @@ class Learner:
             raise
         finally:
             self.abandonment.end_step()
-
-    def _load_policy(
-        self, *, has_value_head: bool = False, offloads_parameters: bool = False
-    ) -> PolicyModel:
-        language_model = load_language_model(self._model_path)
-        if self._lora_config is not None:
-            lora.add_adapters(language_model, self._lora_config)
-        # Dropout would make the learner a different policy than the sampler.
-        policy = PolicyModel(language_model, has_value_head=has_value_head).eval()
-        offloads = offloads_parameters and self._device.type != "cpu"
-        return prepare_model(
-            policy.to(self._device), self._config, self._mesh, offloads_parameters=offloads
-        )
-
-    def _load_critic(self, config: CriticConfig | None) -> Critic | None:
-        if not isinstance(config, ModelCritic):
-            return None
-        critic = load_critic(config.path or self._model_path, self._model_path)
-        return prepare_model(critic.eval().to(self._device), self._config, self._mesh)
-
-    @torch.no_grad()
-    def _gather_parameters(self, module: nn.Module | None) -> dict[str, Tensor]:
-        """Return copies of a module's parameters on rank 0; a collective if there is a module."""
-        if module is None:
-            return {}
-        return gather_parameters(module.named_parameters(), keeps_copies=self._rank == 0)
-
-    def _get_state(self) -> dict[str, Any]:
-        module, options = self.model.checkpoint_module, self._state_options
-        if not self._optimizer.state:
-            # torch creates the state by a step without a learning rate, which must not count.
-            get_state_dict(module, self._optimizer, options=options)
-            for parameter_state in self._optimizer.state.values():
-                parameter_state["step"].zero_()
-        policy, optimizer = get_state_dict(module, self._optimizer, options=options)
-        return {"policy": policy, "optimizer": optimizer, "torch_random": torch.get_rng_state()}
 
     def _pack_micro_batches(self, batch: Batch, sample_ids: np.ndarray) -> list[MicroBatch]:
         micro_batches = make_micro_batches(batch, sample_ids, self._micro_batch_config)
@@ -453,45 +369,9 @@ class Learner:
         return grad_norm if is_finite else None
 
 
-def _save_pretrained(
-    config: PretrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    state: Mapping[str, Tensor],
-    folder: Path,
-) -> None:
-    """Write a folder that Hugging Face loads."""
-    config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    save_file(dict(state), folder / "model.safetensors", metadata={"format": "pt"})
-
-
 def _make_adamw_settings(config: LearnerConfig) -> dict[str, Any]:
     """Return AdamW's settings other than the learning rate, which is set per step."""
     return {"betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay}
-
-
-def _find_first_failure(error: BaseException) -> BaseException:
-    """Return the first failure of any rank that `error` lists, or `error` itself."""
-    failures = getattr(error, "failures", {})
-    return next((failure[0] for failure in failures.values()), error)
-
-
-@contextmanager
-def _convert_write_errors(folder: Path) -> Iterator[None]:
-    """Raise a CheckpointError that names the folder and the reason if a write fails.
-
-    Writers in Rust raise their own exception classes. A RuntimeError of torch.distributed means
-    that the ranks lost contact, so it passes unchanged.
-    """
-    try:
-        yield
-    except RuntimeError:
-        raise
-    except (Exception, CheckpointException) as error:
-        raise CheckpointError(
-            f"{describe_write_error(folder, _find_first_failure(error))}; free some space, and "
-            "check that every node can write there"
-        ) from error
 
 
 def _make_scoring_sample(request: ScoringRequest) -> TrainingSample:

@@ -3,16 +3,20 @@
 add_adapters     W x  becomes  W x + (alpha / rank) B A x;  W is frozen, B starts at zero
 gather_adapters  the published weights: A and B of each layer, no base weights
 save_adapters    the same weights as files that peft loads
+merge_adapters   W + (alpha / rank) B A, for the exported model
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import math
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import peft
 import torch
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -23,24 +27,39 @@ from ludus.proto.errors import ConfigError
 from ludus.trainer.core.interfaces import StateDict
 from ludus.trainer.learner.model import gather_parameters
 from ludus.trainer.models.load import load_skeleton
+from ludus.trainer.weights.adapters import AdapterMerger
 
 ADAPTER_FOLDER = "adapter"
 """Subfolder of an exported model. In the model's folder itself, transformers would load the
 adapters instead of the model."""
 
 _ADAPTER_NAME = "default"
+_ADAPTER_MARKER = f".{_ADAPTER_NAME}."
+_BASE_MARKER = ".base_layer."
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Add adapters to the model, and freeze all other weights.
+    """Add float32 adapters on the CPU to the model, and freeze all other weights.
 
-    The adapters are initialized from torch's random state, which must be equal on all ranks.
+    The adapters are initialized from torch's random state, which must be equal on all ranks. The
+    other weights may be on the meta device.
 
     Raises:
         ConfigError: a target does not match the name of any layer.
     """
     _check_targets_exist(_list_linear_layers(model), config)
-    peft.inject_adapter_in_model(_make_peft_config(config), model, adapter_name=_ADAPTER_NAME)
+    # peft creates the adapters on the meta device, or they would get the device of the base.
+    peft.inject_adapter_in_model(
+        _make_peft_config(config), model, adapter_name=_ADAPTER_NAME, low_cpu_mem_usage=True
+    )
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            _initialize_adapter(module)
+
+
+def make_base_renamings(config: LoraConfig) -> dict[str, str]:
+    """Return the new names of the frozen weights for `load_language_model`."""
+    return {rf"\b{re.escape(target)}\.": f"{target}{_BASE_MARKER}" for target in config.targets}
 
 
 def check_targets(model_path: str, config: LoraConfig) -> None:
@@ -53,17 +72,45 @@ def check_targets(model_path: str, config: LoraConfig) -> None:
     _check_targets_exist(_list_linear_layers(load_skeleton(model_path)), config)
 
 
+@torch.no_grad()
 def gather_adapters(model: nn.Module, *, keeps_copies: bool = True) -> dict[str, Tensor]:
     """Return copies of A and B of each layer, on the CPU, by the layer's Hugging Face name.
 
     A collective if the model is sharded; see `gather_parameters` for `keeps_copies`.
     """
-    return _gather_selected(model, selects_adapters=True, keeps_copies=keeps_copies)
+    adapters = (
+        (name.replace(_ADAPTER_MARKER, "."), parameter)
+        for name, parameter in model.named_parameters()
+        if _ADAPTER_MARKER in name
+    )
+    return gather_parameters(adapters, keeps_copies=keeps_copies)
 
 
-def gather_base_weights(model: nn.Module, *, keeps_copies: bool = True) -> dict[str, Tensor]:
-    """Return copies of the frozen weights, in the same way as `gather_adapters`."""
-    return _gather_selected(model, selects_adapters=False, keeps_copies=keeps_copies)
+def get_layer_name(name: str) -> str:
+    """Return the name of the layer of a frozen weight with adapters, or of an adapter.
+
+    Other names are returned unchanged.
+    """
+    return re.split(rf"{re.escape(_BASE_MARKER)}|\.lora_[AB]\.", name, maxsplit=1)[0]
+
+
+def merge_adapters(tensors: Mapping[str, Tensor], config: LoraConfig) -> dict[str, Tensor]:
+    """Return float32 weights of a model without adapters.
+
+    Args:
+        tensors: weights of a model with adapters. Adapters need the weights of their layer.
+    """
+    adapters = {
+        name.replace(_ADAPTER_MARKER, "."): tensor
+        for name, tensor in tensors.items()
+        if _ADAPTER_MARKER in name
+    }
+    base_weights = {
+        name.replace(_BASE_MARKER, "."): tensor.float() if tensor.is_floating_point() else tensor
+        for name, tensor in tensors.items()
+        if _ADAPTER_MARKER not in name
+    }
+    return AdapterMerger(base_weights, config).merge(adapters)
 
 
 def save_adapters(
@@ -88,17 +135,14 @@ def set_adapters_enabled(model: nn.Module, is_enabled: bool) -> None:
             module.enable_adapters(is_enabled)
 
 
-@torch.no_grad()
-def _gather_selected(
-    model: nn.Module, *, selects_adapters: bool, keeps_copies: bool
-) -> dict[str, Tensor]:
-    marker = f".{_ADAPTER_NAME}."
-    parameters = (
-        (name.replace(marker, ".").replace(".base_layer.", "."), parameter)
-        for name, parameter in model.named_parameters()
-        if (marker in name) == selects_adapters
-    )
-    return gather_parameters(parameters, keeps_copies=keeps_copies)
+def _initialize_adapter(layer: LoraLayer) -> None:
+    """Give the adapter of a layer its initial weights, which are those of peft."""
+    down_layer, up_layer = layer.lora_A[_ADAPTER_NAME], layer.lora_B[_ADAPTER_NAME]
+    assert isinstance(down_layer, nn.Linear) and isinstance(up_layer, nn.Linear)
+    down_weight = torch.empty(down_layer.weight.shape, dtype=torch.float32)
+    nn.init.kaiming_uniform_(down_weight, a=math.sqrt(5))
+    down_layer.weight = nn.Parameter(down_weight)
+    up_layer.weight = nn.Parameter(torch.zeros(up_layer.weight.shape, dtype=torch.float32))
 
 
 def _make_peft_config(config: LoraConfig) -> peft.LoraConfig:

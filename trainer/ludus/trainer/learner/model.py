@@ -198,6 +198,13 @@ def estimate_row_costs(language_model: PreTrainedModel) -> RowCosts:
     return RowCosts(per_token=sum(sizes), per_pair=per_pair)
 
 
+def is_sharded(
+    config: LearnerConfig, mesh: DeviceMesh, *, offloads_parameters: bool = False
+) -> bool:
+    """Return whether `prepare_model` shards models, which also casts and offloads parameters."""
+    return mesh.size() > 1 or config.dtype != "float32" or offloads_parameters
+
+
 def prepare_model(
     model: _Module, config: LearnerConfig, mesh: DeviceMesh, *, offloads_parameters: bool = False
 ) -> _Module:
@@ -219,7 +226,7 @@ def prepare_model(
             modules[index].forward = torch.compile(modules[index].forward, dynamic=True)
         if config.activation_checkpointing:
             modules[index] = checkpoint_wrapper.checkpoint_wrapper(modules[index])
-    if mesh.size() == 1 and config.dtype == "float32" and not offloads_parameters:
+    if not is_sharded(config, mesh, offloads_parameters=offloads_parameters):
         return model
     precision = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if config.dtype == "bfloat16" else None,

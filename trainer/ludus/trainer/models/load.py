@@ -10,24 +10,28 @@ import json
 import logging
 import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import torch
 import transformers
 from huggingface_hub import constants as hub
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from safetensors import SafetensorError
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from ludus.proto.config import ModelConfig, PretrainedModel
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.proto.paths import describe_place
+from ludus.trainer.models.sharded_reading import Prepare, load_prepared
+from ludus.trainer.models.weight_files import find_weight_problem
 
 # In the log of a job, each update of a progress bar is a line.
 transformers_logging.disable_progress_bar()
@@ -38,6 +42,8 @@ HUB_TIMEOUT_S = 5.0
 _TOKENIZER_FILES = ("*token*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
 """Names of which every tokenizer has at least one."""
 _CLASSIFIER_SUFFIX = "ForSequenceClassification"
+_CLASSIFIER_HEAD = "score."
+"""Prefix of the names of a classifier's head."""
 _FAST_TOKENIZER_CLASS = "TokenizersBackend"
 """Class name that transformers saves for a tokenizer whose tokenizer.json is complete."""
 
@@ -57,23 +63,34 @@ def load_config(path: str | Path, field: str = "model.path") -> PretrainedConfig
 
 
 def load_language_model(
-    path: str | Path, dtype: torch.dtype | Literal["auto"] = torch.float32
+    path: str | Path,
+    dtype: torch.dtype | Literal["auto"] = torch.float32,
+    *,
+    prepare: Prepare | None = None,
+    renamings: Mapping[str, str] | None = None,
 ) -> PreTrainedModel:
     """Load a causal language model from a folder or a Hugging Face id.
 
-    `dtype` is the type of the weights; "auto" uses the type in the files.
+    Args:
+        dtype: type of the weights; "auto" uses the type in the files.
+        prepare: function that shards the model before its weights are read (see `load_prepared`).
+        renamings: new parts of the weights' names, by regular expressions for the parts in the
+            files.
 
     Raises:
-        NotFoundError: there is no model.
+        NotFoundError: there is no model, or its files are not complete.
     """
     with _shorten_errors(path) as is_local:
-        return transformers.AutoModelForCausalLM.from_pretrained(
+        return _load_weights(
+            transformers.AutoModelForCausalLM,
             path,
+            prepare,
             dtype=dtype,
             attn_implementation="sdpa",
             local_files_only=is_local,
             trust_remote_code=False,
             adapter_kwargs={"local_files_only": is_local},
+            key_mapping=renamings,
         )
 
 
@@ -104,14 +121,19 @@ def is_reward_model(path: str | Path) -> bool:
 
 
 def load_sequence_classifier(
-    path: str | Path, dtype: torch.dtype, *, allows_new_head: bool = False
+    path: str | Path,
+    dtype: torch.dtype,
+    *,
+    allows_new_head: bool = False,
+    prepare: Prepare | None = None,
 ) -> PreTrainedModel:
     """Load a single-label sequence classifier from a folder or a Hugging Face id.
 
     With `allows_new_head`, a causal language model is accepted too, and gets a random head.
+    `prepare` shards the model before its weights are read (see `load_prepared`).
 
     Raises:
-        NotFoundError: there is no model.
+        NotFoundError: there is no model, or its files are not complete.
         ConfigError: the model is of another kind.
     """
     if not allows_new_head:
@@ -120,8 +142,11 @@ def load_sequence_classifier(
         _shorten_errors(path, "model" if allows_new_head else "path") as is_local,
         _silence_transformers(),
     ):
-        return transformers.AutoModelForSequenceClassification.from_pretrained(
+        return _load_weights(
+            transformers.AutoModelForSequenceClassification,
             path,
+            prepare,
+            may_miss=_CLASSIFIER_HEAD if allows_new_head else None,
             num_labels=1,
             dtype=dtype,
             local_files_only=is_local,
@@ -260,6 +285,52 @@ def _explain_refusal(path: str | Path, error: BaseException) -> str | None:
     return None
 
 
+def _load_weights(
+    auto_class: Any,
+    path: str | Path,
+    prepare: Prepare | None,
+    may_miss: str | None = None,
+    **arguments: Any,
+) -> PreTrainedModel:
+    """Load a model with one of transformers' automatic classes.
+
+    `may_miss` is the prefix of weights that the files need not contain.
+
+    Raises:
+        ValueError: the files do not contain all weights.
+    """
+    missing_names: list[str] = []
+
+    def load(**more_arguments: Any) -> PreTrainedModel:
+        model: PreTrainedModel
+        model, loading_info = auto_class.from_pretrained(
+            path, output_loading_info=True, **arguments, **more_arguments
+        )
+        missing_names.extend(
+            name
+            for name in sorted(loading_info["missing_keys"])
+            if may_miss is None or not name.startswith(may_miss)
+        )
+        return model
+
+    model = load() if prepare is None else load_prepared(load, prepare)
+    if missing_names:
+        raise ValueError(
+            f"its files do not contain {len(missing_names)} of its weights, such as "
+            f"'{missing_names[0]}'"
+        )
+    return model
+
+
+def _describe_damage(path: str | Path, error: SafetensorError) -> str:
+    """Return the reason and the remedy for files of weights that cannot be read."""
+    folder, remedy = Path(path), "copy the whole folder that save_pretrained wrote"
+    if not folder.is_dir():
+        folder = Path(snapshot_download(str(path), local_files_only=True))
+        remedy = f"remove '{folder}', so that the model is downloaded again"
+    return f"{find_weight_problem(folder) or error}; {remedy}"
+
+
 def _is_single_label_classifier(config: PretrainedConfig) -> bool:
     return config.num_labels == 1 and any(
         name.endswith(_CLASSIFIER_SUFFIX) for name in config.architectures or []
@@ -284,6 +355,8 @@ def _shorten_errors(path: str | Path, field: str = "model.path") -> Iterator[boo
     is_local = is_folder or hub.HF_HUB_OFFLINE or not is_hub_reachable(get_current_minute())
     try:
         yield is_local
+    except SafetensorError as error:
+        raise NotFoundError(f"{field} = '{path}': {_describe_damage(path, error)}") from error
     except (OSError, ValueError) as error:
         if is_local and not is_folder:
             reason = "is switched off (HF_HUB_OFFLINE)"

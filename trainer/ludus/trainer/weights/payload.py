@@ -138,19 +138,22 @@ def encode_payload(payload: Payload) -> list[np.ndarray]:
     metadata = {"version": str(payload.version), "content_hash": payload.content_hash}
     if payload.parent_hash is not None:
         metadata["parent_hash"] = payload.parent_hash
-    header: dict[str, Any] = {"__metadata__": metadata}
-    part_buffers = []
+    parts = {name: payload.parts[name] for name in names}
+    file_start = np.frombuffer(encode_file_start(parts, metadata), dtype=np.uint8)
+    return [file_start, *map(view_bytes, parts.values())]
+
+
+def encode_file_start(tensors: StateDict, metadata: Mapping[str, str]) -> bytes:
+    """Return the length and the header of the file with these tensors, which need no data."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
-    for name in names:
-        tensor = payload.parts[name]
-        part_buffers.append(view_bytes(tensor))
-        start, end = end, end + part_buffers[-1].nbytes
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
         type_code, shape = _TYPE_CODES[tensor.dtype], list(tensor.shape)
         header[name] = {"dtype": type_code, "shape": shape, "data_offsets": [start, end]}
     header_json = json.dumps(header, separators=(",", ":")).encode()
     header_json += b" " * (-len(header_json) % _ALIGNMENT)
-    file_start = len(header_json).to_bytes(_LENGTH_BYTES, "little") + header_json
-    return [np.frombuffer(file_start, dtype=np.uint8), *part_buffers]
+    return len(header_json).to_bytes(_LENGTH_BYTES, "little") + header_json
 
 
 def decode_payload(buffers: Sequence[np.ndarray]) -> Payload:

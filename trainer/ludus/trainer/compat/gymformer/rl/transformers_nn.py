@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ludus.proto.config.section import NonNegativeInt
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.checks import PathText, check_value, rename_in_errors
-from ludus.trainer.learner.actor_critic import load_critic
+from ludus.trainer.learner.actor_critic import load_critic_model
 from ludus.trainer.models.load import load_language_model
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class LMCriticNetwork(_LanguageModelNetwork):
     """
 
     def _load_model(self, path: str) -> PreTrainedModel:
-        return load_critic(path, path).classifier
+        return load_critic_model(path, path)
 
     def _apply_head(self, hidden: Tensor) -> Tensor:
         values: Tensor = self.model.score(hidden)

@@ -140,12 +140,12 @@ def _write_models(
 
 def _copy_weights(model: PreTrainedModel, folder: Path) -> None:
     """Copy the weights of a checkpoint into the model."""
-    state = load_file(folder / "model.safetensors")
-    # The file contains tied weights only once.
+    # The files contain tied weights only once.
     parameters = model.state_dict(keep_vars=True)
     with torch.no_grad():
-        for name, tensor in state.items():
-            parameters[name].copy_(tensor)
+        for path in folder.glob("model*.safetensors"):
+            for name, tensor in load_file(path).items():
+                parameters[name].copy_(tensor)
 
 
 def make_run(
