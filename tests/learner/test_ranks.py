@@ -1,4 +1,4 @@
-"""Training and resuming on two ranks, compared with one rank."""
+"""Training and resuming on several ranks, compared with one rank."""
 
 from __future__ import annotations
 
@@ -108,14 +108,27 @@ def make_ppo_learner(folder: Path) -> Learner:
     )
 
 
-def train_two_ranks(rank: int, folder: str) -> None:
-    """Train one of two ranks, first from the start and then from the checkpoint of one rank."""
+def join_ranks(rank: int, folder: str, num_ranks: int) -> None:
+    """Connect this rank to the other ranks."""
     torch.set_num_threads(1)
-    rendezvous = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
+    rendezvous = f"file://{folder}/store-{num_ranks}"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=num_ranks)
+
+
+def train_four_ranks(rank: int, folder: str) -> None:
+    """Train one of four ranks, and save a checkpoint."""
+    join_ranks(rank, folder, 4)
+    train(4, Path(folder), "grpo")
+    leave_process_group()
+
+
+def train_two_ranks(rank: int, folder: str) -> None:
+    """Train one of two ranks, first from the start and then from checkpoints of other ranks."""
+    join_ranks(rank, folder, 2)
     for kind in ALGORITHMS:
         train(2, Path(folder), kind)
         train(2, Path(folder), kind, checkpoint_num_ranks=1)
+    train(2, Path(folder), "grpo", checkpoint_num_ranks=4)
     train_with_abandoned_step(Path(folder))
     leave_process_group()
 
@@ -147,14 +160,16 @@ def assert_results_equal(result: TrainingResult, expected_result: TrainingResult
 
 @pytest.fixture(scope="module")
 def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train each algorithm on one rank and on two ranks; return the folder of the results."""
+    """Train each algorithm on one and two ranks, and one on four; return the results' folder."""
     folder = tmp_path_factory.mktemp("runs")
     make_policy_folder(folder / "model")
     for kind in ALGORITHMS:
         train(1, folder, kind)
+    mp.spawn(train_four_ranks, args=(str(folder),), nprocs=4)
     mp.spawn(train_two_ranks, args=(str(folder),), nprocs=2)
     for kind in ALGORITHMS:
         train(1, folder, kind, checkpoint_num_ranks=2)
+    train(1, folder, "grpo", checkpoint_num_ranks=4)
     return folder
 
 
@@ -179,6 +194,15 @@ def test_checkpoint_resumes_with_a_different_number_of_ranks(runs_folder: Path, 
         load_result(1, runs_folder, kind, checkpoint_num_ranks=2),
         load_result(2, runs_folder, kind, checkpoint_num_ranks=1),
     )
+
+
+@pytest.mark.timeout(900)
+def test_checkpoint_of_four_ranks_resumes_on_two_and_on_one(runs_folder: Path) -> None:
+    assert_results_equal(load_result(1, runs_folder, "grpo"), load_result(4, runs_folder, "grpo"))
+    expected_result = load_result(1, runs_folder, "grpo", checkpoint_num_ranks=2)
+    for num_ranks in (1, 2):
+        result = load_result(num_ranks, runs_folder, "grpo", checkpoint_num_ranks=4)
+        assert_results_equal(result, expected_result)
 
 
 @pytest.mark.timeout(900)

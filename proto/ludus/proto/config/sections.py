@@ -301,7 +301,8 @@ class LearnerConfig(Section):
     max_tokens_per_micro_batch: PositiveInt = 16384
     """Maximum number of padded tokens in a micro-batch. The loss does not depend on it."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the computation. Parameters and optimizer state are always float32."""
+    """Type of the computation, and of frozen weights under adapters. All other parameters and the
+    optimizer state are always float32."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     packing: Literal["tree", "pad"] = "tree"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -60,7 +61,9 @@ def load_prepared(load: Callable[..., PreTrainedModel], prepare: Prepare) -> Pre
             prepare(model)
             is_prepared = True
 
-    with _call_before_reading(prepare_without_data) as arguments:
+    with _call_before_reading(prepare_without_data) as arguments, warnings.catch_warnings():
+        # transformers fills weights that no file contains, which are refused afterwards.
+        warnings.filterwarnings("ignore", message="DTensor random operators")
         model = load(**arguments)
     if not is_prepared:
         prepare(model)
