@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ludus.trainer.core.types import Batch, TrainingSample
 from ludus.trainer.data.batch import collate
@@ -18,7 +17,7 @@ from ludus.trainer.learner.micro_batches import (
     pack_one_micro_batch,
     split_samples,
 )
-from ludus.trainer.learner.model import PolicyModel, can_pack_trees
+from ludus.trainer.learner.model import PolicyModel
 from ludus.trainer.learner.packing import RowCosts, lay_out_sequences
 from ludus.trainer.models.load import load_language_model
 from tests.learner.tiny_policy import make_batch
@@ -143,47 +142,6 @@ def test_packing_without_common_prefixes_costs_no_more_than_padding() -> None:
         for costs in (QUADRATIC_COSTS, None)
     )
     assert num_packed_tokens <= num_padded_tokens
-
-
-def make_tiny_model(**config_changes: object) -> PolicyModel:
-    """Build a random policy with two layers."""
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=40,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        **config_changes,
-    )
-    return PolicyModel(Qwen2ForCausalLM(config))
-
-
-def test_model_with_a_sliding_window_does_not_pack_trees(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    cpu = torch.device("cpu")
-    assert can_pack_trees(make_tiny_model(), torch.float32, cpu)
-    sliding_window_policy = make_tiny_model(
-        use_sliding_window=True, sliding_window=8, max_window_layers=0
-    )
-    assert not can_pack_trees(sliding_window_policy, torch.float32, cpu)
-    assert "sliding_attention" in caplog.text
-
-
-def test_model_that_ignores_the_mask_does_not_pack_trees(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy = make_tiny_model()
-    forward = policy.language_model.forward
-    monkeypatch.setattr(
-        policy.language_model,
-        "forward",
-        lambda **inputs: forward(**{**inputs, "attention_mask": None}),
-    )
-    assert not can_pack_trees(policy, torch.float32, torch.device("cpu"))
-    assert "log-probs of packed sequences differ" in caplog.text
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])

@@ -52,10 +52,8 @@ from ludus.trainer.learner.model import (
     LogitsLoss,
     PolicyModel,
     PolicyOutput,
-    can_pack_trees,
     estimate_row_costs,
     gather_parameters,
-    has_same_attention,
 )
 from ludus.trainer.learner.model_export import ExportSettings, export_model
 from ludus.trainer.learner.process_group import select_device
@@ -67,6 +65,7 @@ from ludus.trainer.learner.step_metrics import (
     make_step_metrics,
     sum_metrics,
 )
+from ludus.trainer.learner.tree_check import can_pack_trees
 from ludus.trainer.learner.weight_export import MAX_FILE_BYTES
 from ludus.trainer.models.load import load_policy_tokenizer
 
@@ -104,11 +103,7 @@ class Learner:
         )
         models = self.model.list_models()
         self._work = TrainingWork.for_models(models, self._device, dtype, self._num_ranks)
-        packs_trees = (
-            config.packing == "tree"
-            and can_pack_trees(self._policy, dtype, self._device)
-            and all(has_same_attention(models[0], model) for model in models)
-        )
+        packs_trees = config.packing == "tree" and can_pack_trees(models, self._device)
         self.model.reshard()
         row_costs = estimate_row_costs(self._policy.language_model) if packs_trees else None
         self._micro_batch_config = MicroBatchConfig(

@@ -1,19 +1,11 @@
-"""The policy as a torch module that maps rows of tokens to log-probs of the sampled tokens.
-
-Packed prefix trees need a custom attention mask and custom positions. Most causal models support
-both. A model with a sliding window, or with recurrent layers (state spaces, linear attention), does
-not: it would train on wrong outputs without an error. So `can_pack_trees` tests the model once, at
-the start.
-"""
+"""The policy as a torch module that maps rows of tokens to log-probs of the sampled tokens."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Literal, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
@@ -30,27 +22,10 @@ from transformers import PreTrainedModel
 
 from ludus.proto.config import LearnerConfig
 from ludus.trainer.algorithms.losses import entropy
-from ludus.trainer.data.batch import collate
-from ludus.trainer.learner.micro_batches import (
-    MicroBatchConfig,
-    PackedRows,
-    make_micro_batches,
-    make_unscored_sample,
-)
+from ludus.trainer.learner.micro_batches import PackedRows
 from ludus.trainer.learner.packing import RowCosts
 
-_log = logging.getLogger(__name__)
-
 VALUE_HEAD = "value_head"
-
-_TEST_SEQUENCES = ([1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 5, 8], [1, 2, 9, 4], [7, 2, 3, 1])
-"""Sequences of small token ids, which every vocabulary has."""
-_MAX_TOKENS = 1024
-"""Maximum number of tokens of a micro-batch; all sequences fit in a single micro-batch."""
-_SINGLE_ROW_COSTS = RowCosts(per_token=1.0, per_pair=0.0)
-_LOGPROB_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Maximum difference of log-probs that counts as rounding, by compute type."""
-_FULL_ATTENTION_LAYERS = {"full_attention", "attention", "global"}
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -239,67 +214,6 @@ def prepare_model(
     if isinstance(model, PolicyModel):
         register_fsdp_forward_method(model, "compute_logits")
     return model
-
-
-@torch.no_grad()
-def can_pack_trees(policy: PolicyModel, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the model supports trees; log a warning with the reason if not.
-
-    A collective if the policy is sharded.
-    """
-    fault = _find_packing_fault(policy, dtype, device)
-    if fault:
-        _log.warning(
-            "learner.packing = 'tree' does not support %s (%s); padding sequences instead",
-            *(type(policy.language_model).__name__, fault),
-        )
-    return not fault
-
-
-def _find_packing_fault(policy: PolicyModel, dtype: torch.dtype, device: torch.device) -> str:
-    """Return why the model does not support trees; empty if it does."""
-    config = policy.language_model.config
-    layer_kinds = set(getattr(config, "layer_types", None) or ())
-    sliding_window = None if layer_kinds else getattr(config, "sliding_window", None)
-    if sliding_window is not None or not layer_kinds <= _FULL_ATTENTION_LAYERS:
-        return f"layers {sorted(layer_kinds) or 'of one kind'}, sliding window {sliding_window}"
-    batch = collate(
-        [make_unscored_sample(ids, [False] + [True] * (len(ids) - 1)) for ids in _TEST_SEQUENCES]
-    )
-    logprobs = []
-    for costs in (None, _SINGLE_ROW_COSTS):
-        settings = MicroBatchConfig(_MAX_TOKENS, costs)
-        [micro_batch] = make_micro_batches(batch, np.arange(batch.num_samples), settings)
-        micro_batch = micro_batch.to(device)
-        output = policy(micro_batch.rows, temperature=1.0)
-        logprobs.append(micro_batch.gather_samples(output.logprobs)[micro_batch.mask])
-    difference = (logprobs[0] - logprobs[1]).abs().max().item()
-    if difference <= _LOGPROB_TOLERANCES[dtype]:
-        return ""
-    return f"log-probs of packed sequences differ by {difference:.3g}"
-
-
-def has_same_attention(policy: PreTrainedModel, model: PreTrainedModel) -> bool:
-    """Return whether a model has the same kind of attention as the policy; log a warning if not.
-
-    With the same kind of attention, the model supports packed sequences if the policy does.
-    """
-    differences = [
-        field
-        for field in ("model_type", "sliding_window")
-        if getattr(policy.config, field, None) != getattr(model.config, field, None)
-    ]
-    # The number of layers may differ, but not their kinds.
-    layer_kinds = set(getattr(model.config, "layer_types", None) or ())
-    if not layer_kinds <= set(getattr(policy.config, "layer_types", None) or ()):
-        differences.append("layer_types")
-    if differences:
-        _log.warning(
-            "learner.packing = 'tree' was tested with %s, and %s has a different %s; padding "
-            "sequences instead",
-            *(type(policy).__name__, type(model).__name__, ", ".join(differences)),
-        )
-    return not differences
 
 
 @contextmanager
