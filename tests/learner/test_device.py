@@ -9,6 +9,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from ludus.proto.config import LanguageModelRun, RayWeightStore
+from ludus.proto.errors import ConfigError
 from ludus.trainer.actors import learner as learner_actor
 from ludus.trainer.actors.learner import LearnerActor
 from ludus.trainer.learner.process_group import select_device
@@ -46,21 +47,27 @@ def replace_cuda(monkeypatch: pytest.MonkeyPatch, num_gpus: int) -> FakeCuda:
     return cuda
 
 
-@pytest.mark.parametrize(("rank", "num_gpus", "index"), [(0, 1, 0), (1, 1, 0), (3, 2, 1)])
-def test_rank_selects_a_visible_gpu(
-    monkeypatch: pytest.MonkeyPatch, rank: int, num_gpus: int, index: int
+@pytest.mark.parametrize("num_gpus", [0.5, 1.0])
+def test_rank_with_a_gpu_selects_the_gpu_that_ray_shows(
+    monkeypatch: pytest.MonkeyPatch, num_gpus: float
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "7")
-    cuda = replace_cuda(monkeypatch, num_gpus)
-    assert select_device(rank) == torch.device("cuda", index)
-    assert cuda.current_device == index
+    cuda = replace_cuda(monkeypatch, 1)
+    assert select_device(num_gpus) == torch.device("cuda", 0)
+    assert cuda.current_device == 0
     assert "LOCAL_RANK" not in os.environ
 
 
-def test_rank_without_a_gpu_uses_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = replace_cuda(monkeypatch, 0)
-    assert select_device(1) == torch.device("cpu")
+def test_rank_without_a_configured_gpu_uses_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = replace_cuda(monkeypatch, 2)
+    assert select_device(0) == torch.device("cpu")
     assert cuda.current_device is None
+
+
+def test_configured_gpu_that_torch_cannot_use_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_cuda(monkeypatch, 0)
+    with pytest.raises(ConfigError, match=r"num_gpus_per_rank = 1, but .* set .* = 0"):
+        select_device(1)
 
 
 def test_second_rank_joins_process_group_with_the_only_visible_gpu(
@@ -75,7 +82,9 @@ def test_second_rank_joins_process_group_with_the_only_visible_gpu(
     monkeypatch.setattr(learner_actor.dist, "init_process_group", record_call)
     monkeypatch.setattr(learner_actor, "Learner", lambda run, path: init_device_mesh("cuda", (1,)))
     monkeypatch.setattr(learner_actor, "freeze_heap", lambda: None)
-    run = LanguageModelRun.model_validate({"learner": {"num_ranks": 2, "num_threads": 1}})
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    learner = {"num_ranks": 2, "num_threads": 1, "num_gpus_per_rank": 1}
+    run = LanguageModelRun.model_validate({"learner": learner})
     LearnerActor(1, run, functions={}).start("tcp://127.0.0.1:1", "model", RayWeightStore())
     assert calls == [("nccl", torch.device("cuda", 0), 0)]
     assert cuda.current_device == 0

@@ -147,10 +147,12 @@ class VllmGenerator(Section):
     """Maximum number of sequences decoded at once."""
     max_model_tokens: PositiveInt | None = None
     """Maximum number of tokens of a sequence. null takes rollout.max_tokens."""
-    kv_cache_gib: PositiveInt = 1
-    """Memory for the KV cache on a CPU, in GiB."""
+    kv_cache_gib: PositiveInt | None = None
+    """Memory for the KV cache of each CPU or GPU, in GiB. null takes 1 on a CPU; on a GPU, vLLM
+    measures how much its model and its computation leave of gpu_memory_utilization. Set it on a GPU
+    that the learner shares, because the learner's memory changes during such a measurement."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Share of a GPU's memory that vLLM may use."""
+    """Share of a GPU's memory that vLLM may use. Has no effect if kv_cache_gib is set."""
     tensor_parallel_size: PositiveInt = 1
     """Number of GPUs per rollout worker."""
     enforce_eager: bool = True
@@ -314,6 +316,16 @@ class LearnerConfig(Section):
     """Move the reference model to main memory while it is not used."""
     collective_timeout_s: Seconds = 600.0
     """Time in seconds that a rank waits for the other ranks before all ranks are restarted."""
+
+    @model_validator(mode="after")
+    def _check_gpus(self) -> Self:
+        if self.num_ranks > 1 and 0 < self.num_gpus_per_rank < 1:
+            raise ValueError(
+                f"learner.num_gpus_per_rank = {self.num_gpus_per_rank:g} with learner.num_ranks = "
+                f"{self.num_ranks} puts several ranks on one GPU, which NCCL refuses; set "
+                "num_gpus_per_rank = 1, or num_ranks = 1"
+            )
+        return self
 
     @property
     def known_num_threads(self) -> int:

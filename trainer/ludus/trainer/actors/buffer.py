@@ -26,6 +26,7 @@ with pause_collection():
     from ludus.proto.config import LanguageModelRun
     from ludus.proto.errors import BufferLostError
     from ludus.trainer.actors.cluster import describe_failure
+    from ludus.trainer.actors.gpus import limit_visible_gpus
     from ludus.trainer.actors.placement import Placement
     from ludus.trainer.actors.processes import Buffer
     from ludus.trainer.core.functions import Function, copy_registered_functions, register_functions
@@ -42,6 +43,7 @@ class BufferActor:
 
     def __init__(self, run: LanguageModelRun, functions: Mapping[str, Function]) -> None:
         """`functions` are the run's functions that cannot be imported."""
+        limit_visible_gpus()
         register_functions(functions)
         self._run = run
         self._buffer = GroupBuffer(

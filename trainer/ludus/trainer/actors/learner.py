@@ -19,6 +19,7 @@ with pause_collection():
     from ludus.proto.config import LanguageModelRun, WeightStoreConfig
     from ludus.proto.errors import LearnerLostError
     from ludus.trainer.actors.cluster import describe_failure, wait_for_room
+    from ludus.trainer.actors.gpus import limit_visible_gpus, use_expandable_segments
     from ludus.trainer.actors.placement import Placement
     from ludus.trainer.actors.processes import Learners
     from ludus.trainer.actors.weight_store import make_store
@@ -48,6 +49,8 @@ class LearnerActor:
     """One rank of the learner. Calls except `reply` and `rendezvous` must be made on all ranks."""
 
     def __init__(self, rank: int, run: LanguageModelRun, functions: Mapping[str, Function]) -> None:
+        limit_visible_gpus()
+        use_expandable_segments()
         register_functions(functions)
         self._rank = rank
         self._run = run
@@ -71,7 +74,7 @@ class LearnerActor:
         # Not in the constructor: Ray runs the methods in another thread, and the number is a
         # thread's own.
         torch.set_num_threads(self._run.learner.known_num_threads)
-        device = select_device(self._rank)
+        device = select_device(self._run.learner.num_gpus_per_rank)
         has_gpu = device.type == "cuda"
         dist.init_process_group(
             "nccl" if has_gpu else "gloo",
@@ -83,6 +86,9 @@ class LearnerActor:
         )
         self._learner = Learner(self._run, model_path)
         self._store = make_store(weights) if self._rank == 0 else None
+        if has_gpu:
+            # What the load no longer needs is free for a worker that shares the GPU.
+            torch.cuda.empty_cache()
         self._published_dtype = weights.choose_dtype(self._run.learner.dtype)
         freeze_heap()
 

@@ -190,6 +190,12 @@ def place_in_cluster(
     return Placement(demand, driver_node_id, join_timeout_s=run.placement.join_timeout_s)
 
 
+def may_share_gpu(run: LanguageModelRun) -> bool:
+    """Return whether Ray may place a learner rank and a rollout worker on the same GPU."""
+    shares = (run.learner.num_gpus_per_rank, run.rollout.num_gpus_per_worker)
+    return all(0 < share < 1 for share in shares)
+
+
 def format_resources(resources: Resources) -> str:
     """Return a text such as "2 CPU, 1 GPU"."""
     return ", ".join(f"{amount:g} {name}" for name, amount in resources.items()) or "nothing"

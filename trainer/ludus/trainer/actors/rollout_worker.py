@@ -25,9 +25,11 @@ with pause_collection():
     from ludus.proto.config import LanguageModelRun, WeightStoreConfig
     from ludus.proto.errors import WeightSyncError
     from ludus.proto.runs import Transcript
+    from ludus.trainer.actors.gpus import limit_visible_gpus
     from ludus.trainer.actors.weight_store import make_store
+    from ludus.trainer.core.devices import choose_reserved_device
     from ludus.trainer.core.functions import Function, copy_registered_functions, register_functions
-    from ludus.trainer.core.interfaces import PublishedWeights
+    from ludus.trainer.core.interfaces import Engine, PublishedWeights
     from ludus.trainer.core.tasks import CancellingTaskGroup
     from ludus.trainer.core.types import (
         GroupSpec,
@@ -88,7 +90,9 @@ class RolloutWorkerActor:
 
     def __init__(self, num_threads: int, components: WorkerComponents | None = None) -> None:
         """Create a worker. Without `components`, `start` must create them."""
+        limit_visible_gpus()
         torch.set_num_threads(num_threads)
+        self._num_threads = num_threads
         if components is not None:
             self._set_components(components)
         self._close_event = asyncio.Event()
@@ -97,18 +101,21 @@ class RolloutWorkerActor:
         self._exit_stack = AsyncExitStack()
 
     async def start(self, spec: RolloutWorkerSpec) -> str:
-        """Connect to the environments and load the engine; return the id of this node.
+        """Load the engine and connect to the environments; return the id of this node.
+
+        The engine may take minutes, during which the event loop responds, and no idle session
+        waits in an environment.
 
         Raises:
-            ConfigError: this node cannot access the run folder.
+            ConfigError: this node cannot access the run folder, or cannot run the engine.
         """
         if spec.folder_token is not None:
             await asyncio.to_thread(spec.folder_token.check)
         register_functions(spec.functions)
         run, model_path, exit_stack = spec.run, spec.model_path, self._exit_stack
         tokenizer = ChatTokenizer.load(model_path, run.model)
+        engine = AsyncEngine(await asyncio.to_thread(self._load_engine, spec, tokenizer))
         clients = {name: await self._connect(spec, name) for name in run.environments}
-        engine = AsyncEngine(make_engine(run, model_path, tokenizer))
         lora = run.model.lora
         merger = None if lora is None else AdapterMerger.load(model_path, lora)
         reward_models = RewardModels()
@@ -121,6 +128,13 @@ class RolloutWorkerActor:
         )
         freeze_heap()
         return ray.get_runtime_context().get_node_id()
+
+    def _load_engine(self, spec: RolloutWorkerSpec, tokenizer: ChatTokenizer) -> Engine:
+        torch.set_num_threads(self._num_threads)  # a thread's own setting
+        device = choose_reserved_device(
+            spec.run.rollout.num_gpus_per_worker, "rollout.num_gpus_per_worker"
+        )
+        return make_engine(spec.run, spec.model_path, tokenizer, device)
 
     async def play(self, specs: Sequence[GroupSpec]) -> list[RolloutGroup]:
         """Play the groups and return them in any order; after `abandon`, all of them are lost."""

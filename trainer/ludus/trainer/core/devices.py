@@ -30,6 +30,27 @@ def choose_device(device: str | torch.device | None) -> torch.device:
         ) from error
 
 
+def choose_reserved_device(num_gpus: float, setting: str) -> torch.device:
+    """Return the only GPU that this process sees, or the CPU if the process reserves no GPU.
+
+    Args:
+        num_gpus: the configured number of GPUs of the process.
+        setting: name of that number, for messages.
+
+    Raises:
+        ConfigError: torch cannot use the GPU.
+    """
+    if num_gpus == 0:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"{setting} = {num_gpus:g}, but torch {torch.__version__} finds no GPU in the process "
+            "that reserved it; install the CUDA build of torch (docs/installation.md), or set "
+            f"{setting} = 0"
+        )
+    return torch.device("cuda", 0)
+
+
 @contextmanager
 def use_torch_threads(num_threads: int) -> Iterator[None]:
     """Set the number of torch threads within the block, and restore it afterwards."""

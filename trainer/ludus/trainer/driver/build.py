@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from ludus.proto.runs import CONFIG_FILE, INITIAL_MODEL_FOLDER, Phase
 from ludus.trainer.actors.buffer import RemoteBuffer
 from ludus.trainer.actors.cluster import check_sendable_functions, place_in_ray
 from ludus.trainer.actors.learner import LearnerGroup
-from ludus.trainer.actors.placement import Placement, Roles
+from ludus.trainer.actors.placement import Placement, Roles, may_share_gpu
 from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
 from ludus.trainer.actors.weight_store import check_reachable, resolve_location
 from ludus.trainer.actors.workers import RolloutWorkers
@@ -141,10 +142,11 @@ async def start_components(
     learners = LearnerGroup(run, placement, infrastructure.folder_token)
     buffer = RemoteBuffer(run, placement)
     worker_spec = make_worker_spec(run, model_path, infrastructure, run.folder)
+    learner_start = asyncio.ensure_future(learners.start(model_path, worker_spec.weights))
     workers, baselines, _ = await gather_or_cancel(
-        RolloutWorkers.start(worker_spec, buffer, placement),
+        start_workers(worker_spec, buffer, placement, learner_start),
         play_all_baselines(run, environments),
-        learners.start(model_path, worker_spec.weights),
+        learner_start,
     )
     try:
         if storage.checkpoint is not None:
@@ -185,6 +187,22 @@ def make_worker_spec(
     addresses = {name: environment.address for name, environment in environments.items()}
     weight_store = resolve_location(run.weights, run_folder, ensure_run_id(run_folder))
     return RolloutWorkerSpec(run, model_path, addresses, weight_store, folder_token)
+
+
+async def start_workers(
+    spec: RolloutWorkerSpec,
+    buffer: RemoteBuffer,
+    placement: Placement,
+    learner_start: asyncio.Future[None],
+) -> RolloutWorkers:
+    """Start the workers, after the learner if one of them may share a GPU with it.
+
+    vLLM measures the free memory at its start. Meanwhile, the learner must neither allocate nor
+    free any.
+    """
+    if may_share_gpu(spec.run):
+        await asyncio.shield(learner_start)
+    return await RolloutWorkers.start(spec, buffer, placement)
 
 
 async def play_all_baselines(

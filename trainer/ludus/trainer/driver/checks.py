@@ -54,7 +54,7 @@ from ludus.trainer.learner.actor_critic import check_same_tokens
 from ludus.trainer.models import load
 from ludus.trainer.models.chat import ChatTokenizer, count_chars, is_surely_longer
 from ludus.trainer.rollout.adapters.environment_adapter import RendererError, make_renderer
-from ludus.trainer.rollout.engines.vllm_process import is_vllm_installed
+from ludus.trainer.rollout.engines.vllm_process import check_vllm_build, is_vllm_installed
 from ludus.trainer.rollout.legal_answers import LegalAnswers, check_answers
 from ludus.trainer.rollout.runner import episode_limits
 from ludus.trainer.run.checkpoint import RunState
@@ -87,6 +87,7 @@ def resolve_config(run: LanguageModelRun) -> LanguageModelRun:
         warn_user("vLLM is not installed here; using generator.kind = 'transformers' instead")
         updates["generator"] = TransformersGenerator()
     warn_of_emulation(run.learner)
+    warn_of_unused_gpus(run)
     if isinstance(run.model, PretrainedModel):
         updates["model"] = resolve_model(run.model)
     if isinstance(run.algorithm, PpoConfig) and isinstance(run.algorithm.critic, ModelCritic):
@@ -100,19 +101,34 @@ def resolve_config(run: LanguageModelRun) -> LanguageModelRun:
 
 def warn_of_emulation(learner: LearnerConfig) -> None:
     """Warn the user if the learner computes in a type that this processor emulates."""
-    if learner.dtype == "bfloat16" and is_local() and _is_bfloat16_emulated():
+    is_on_cpu = is_local() and learner.num_gpus_per_rank == 0
+    if learner.dtype == "bfloat16" and is_on_cpu and _is_bfloat16_emulated():
         warn_user(
             "this processor has no instructions for bfloat16 and computes far slower "
             "with it than with float32; set learner.dtype = 'float32'"
         )
 
 
+def warn_of_unused_gpus(run: LanguageModelRun) -> None:
+    """Warn the user if a pretrained model trains on the CPU of a machine that has GPUs."""
+    num_reserved_gpus = run.learner.num_gpus_per_rank + run.rollout.num_gpus_per_worker
+    num_gpus = torch.cuda.device_count()
+    if num_reserved_gpus or num_gpus == 0 or not (is_local() and isinstance(run.model, PretrainedModel)):
+        return
+    share = 1 if num_gpus > 1 else 0.5
+    warn_user(
+        f"this machine has {num_gpus} GPU{'s' if num_gpus > 1 else ''}, but the run uses none; set "
+        f"learner.num_gpus_per_rank = {share} and rollout.num_gpus_per_worker = {share} to use "
+        f"{'them' if num_gpus > 1 else 'it'}"
+    )
+
+
 def _is_bfloat16_emulated() -> bool:
-    """Return whether the run computes on a processor without instructions for bfloat16."""
+    """Return whether this processor has no instructions for bfloat16."""
     capabilities = torch.cpu.get_capabilities()
     has_instructions = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
     is_x86 = capabilities["architecture"] == "x86_64"
-    return is_x86 and not has_instructions and not torch.cuda.is_available()
+    return is_x86 and not has_instructions
 
 
 def resolve_model(model: PretrainedModel) -> PretrainedModel:
@@ -136,6 +152,8 @@ def check_start(run: LanguageModelRun, resume: Resume) -> None:
         check_local_prompts(run, tokenizer)
     if is_local():
         check_gpus(run)
+        if isinstance(run.generator, VllmGenerator):
+            check_vllm_build(has_gpu=run.rollout.num_gpus_per_worker > 0)
     else:
         check_cluster()
     check_reachable(resolve_location(run.weights, run.folder, make_run_id()))

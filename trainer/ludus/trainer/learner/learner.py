@@ -84,7 +84,7 @@ class Learner:
         self._model_path = model_path
         self._config, self._lora_config = run.learner, run.model.lora
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
-        self._device = select_device(self._rank)
+        self._device = select_device(run.learner.num_gpus_per_rank)
         seed_torch(run.seed, Stream.LEARNER)
         self._mesh = init_device_mesh(self._device.type, (self._num_ranks,))
         config, algorithm = run.learner, run.algorithm

@@ -15,18 +15,25 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from ludus.trainer.core.devices import choose_reserved_device
 
-def select_device(rank: int) -> torch.device:
-    """Make the GPU that Ray gave this process torch's device; return it, or the CPU.
+
+def select_device(num_gpus: float) -> torch.device:
+    """Make the rank's GPU torch's device and return it; return the CPU if it has no GPU.
 
     Call this before the ranks connect. If no device is set, a DeviceMesh selects the device with
     the number LOCAL_RANK, which is wrong here, because Ray shows each actor only its own device.
+
+    Args:
+        num_gpus: the configured number of GPUs of a rank.
+
+    Raises:
+        ConfigError: torch cannot use the GPU.
     """
     os.environ.pop("LOCAL_RANK", None)
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+    device = choose_reserved_device(num_gpus, "learner.num_gpus_per_rank")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     return device
 
 

@@ -60,7 +60,8 @@ def make_actor_settings(
     config = ForgeConfig(
         {"max_seq_len": max_tokens, section: sections, LUDUS_SECTION: ludus_section}
     )
-    mapped_config = map_config(config, name=section, has_gpu=torch.cuda.is_available())
+    has_gpu = torch.cuda.is_available()
+    mapped_config = map_config(config, name=section, has_gpu=has_gpu)
     if mapped_config.unused_keys:
         _log.warning("these fields have no effect: %s", ", ".join(mapped_config.unused_keys))
     with rename_in_errors(mapped_config.key_by_setting):
@@ -71,7 +72,9 @@ def make_actor_settings(
             "a model is required, as a Hugging Face id or a folder that save_pretrained wrote; set "
             "engine_args.model or model.hf_assets_path"
         )
-    return run, run.model.path
+    # The actors are objects of this process, which reserves nothing.
+    learner = run.learner.model_copy(update={"num_gpus_per_rank": float(has_gpu)})
+    return run.model_copy(update={"learner": learner}), run.model.path
 
 
 def mask_left_padding(token_ids: Tensor, pad_id: int | None) -> tuple[Tensor, Tensor]:

@@ -33,6 +33,7 @@ import torch
 from ludus.proto.config import LanguageModelRun, TransformersGenerator, VllmGenerator
 from ludus.proto.errors import EngineLostError
 from ludus.trainer.core.answer_trie import AnswerTrie
+from ludus.trainer.core.devices import choose_device
 from ludus.trainer.core.interfaces import Engine, EngineOutput, EngineRequest, StateDict
 from ludus.trainer.core.types import SampledCompletion, Sampling, ScoringRequest
 from ludus.trainer.models.chat import ChatTokenizer
@@ -260,18 +261,28 @@ def _settle(
         future.set_exception(error)
 
 
-def make_engine(run: LanguageModelRun, model_path: str, chat: ChatTokenizer) -> Engine:
-    """Return the engine that the run selects, with the model at `model_path`."""
+def make_engine(
+    run: LanguageModelRun,
+    model_path: str,
+    chat: ChatTokenizer,
+    device: torch.device | None = None,
+) -> Engine:
+    """Return the engine that the run selects, with the model at `model_path`.
+
+    Args:
+        device: device of the model. None selects a GPU if there is one.
+
+    Raises:
+        ConfigError: the engine cannot use the device.
+    """
     # vLLM may not be installed, so each engine is imported only if it is used.
     match run.generator:
         case TransformersGenerator():
             from ludus.trainer.rollout.engines.transformers_engine import TransformersEngine
 
             model = load_language_model(model_path, getattr(torch, run.learner.dtype))
-            if torch.cuda.is_available():
-                model = model.to("cuda")
             return TransformersEngine(
-                model,
+                model.to(choose_device(device)),
                 end_token_ids=chat.end_token_ids,
                 max_batch_size=run.generator.max_batch_size,
                 kv_cache_mib=run.generator.kv_cache_mib,
@@ -286,5 +297,6 @@ def make_engine(run: LanguageModelRun, model_path: str, chat: ChatTokenizer) -> 
                 end_token_ids=chat.end_token_ids,
                 max_tokens=run.generator.max_model_tokens or run.rollout.max_tokens,
                 dtype=run.learner.dtype,
+                device=device,
                 restricts_to_answers=run.rollout.constrain == "legal_answers",
             )

