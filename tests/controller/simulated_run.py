@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,6 +106,9 @@ class SimulatedLearner:
     on_step: Callable[[int], Any] = wait_one_iteration
     """Hook of each step, called with the step's 0-based index."""
     num_restarts: int = 0
+    reduced_max_tokens: int | None = None
+    wait_for_fetches: Callable[[], Awaitable[None]] | None = None
+    """Function that the latest step got."""
     has_several_updates: bool = False
     """True if a step that has begun can only be abandoned with a restore point."""
     has_restore_point: bool = False
@@ -113,9 +116,15 @@ class SimulatedLearner:
     _abandon_event: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def train_step(
-        self, batch: Batch, coefficients: Coefficients, *, keeps_restore_point: bool = False
+        self,
+        batch: Batch,
+        coefficients: Coefficients,
+        *,
+        keeps_restore_point: bool = False,
+        wait_for_fetches: Callable[[], Awaitable[None]] | None = None,
     ) -> StepMetrics | AbandonedStep:
         self._raise_if_lost()
+        self.wait_for_fetches = wait_for_fetches
         self.has_restore_point = keeps_restore_point or not self.has_several_updates
         self._abandon_event.clear()
         step_task = asyncio.ensure_future(self.on_step(self.num_steps))

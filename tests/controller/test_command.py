@@ -138,6 +138,34 @@ def test_slow_bfloat16_is_reported(
     is_warned: bool,
 ) -> None:
     monkeypatch.setattr("torch.cpu.get_capabilities", lambda: capabilities)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     resolve_config(make_run_config({"learner": {"dtype": dtype}}))
     assert ("no instructions for bfloat16" in capsys.readouterr().err) == is_warned
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "learner_gpus", "advice"),
+    [
+        (0, 0, None),
+        (1, 0, "num_gpus_per_rank = 0.5"),
+        (2, 0, "num_gpus_per_rank = 1"),
+        (1, 1, None),
+    ],
+)
+def test_unused_gpus_are_reported_once(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    num_gpus: int,
+    learner_gpus: int,
+    advice: str | None,
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
+    sections = {
+        "environment": {"package": "math_env"},
+        "model": {"kind": "pretrained", "path": "Qwen/Qwen3-1.7B"},
+        "learner": {"num_gpus_per_rank": learner_gpus},
+    }
+    resolve_config(make_run_config(sections))
+    output = capsys.readouterr().err
+    assert output.count("but the run uses none") == (advice is not None)
+    assert (advice or "") in output

@@ -308,3 +308,30 @@ async def test_entropy_control_continues_after_a_stop_and_a_lost_learner(tmp_pat
     await run.train(resume=True)
     coefficients = [row.values["entropy_coef"] for row in run.rows]
     assert coefficients == pytest.approx([0.1 * step for step in range(NUM_STEPS)])
+
+
+async def test_learner_replaces_ranks_after_the_delivery_and_checkpoints_the_limit(
+    tmp_path: Path,
+) -> None:
+    run, delivered_versions, versions_at_step = make_run(tmp_path), [], []
+
+    def prepare_slow_delivery(workers: SimulatedWorkers, controller: Controller) -> None:
+        async def on_delivery(weights: PublishedWeights) -> None:
+            await asyncio.sleep(0.02)
+            delivered_versions.append(weights.manifest.version)
+
+        workers.on_delivery = on_delivery
+
+    async def run_out_of_memory(step: int) -> None:
+        if step == 6:
+            assert run.learner.wait_for_fetches is not None
+            await run.learner.wait_for_fetches()
+            versions_at_step.append(delivered_versions[-1])
+            run.learner.reduced_max_tokens = 512
+
+    run.prepare, run.learner.on_step = prepare_slow_delivery, run_out_of_memory
+    state = await run.train()
+    assert versions_at_step == [6]
+    assert state.reduced_max_tokens == 512
+    checkpoint = find_newest_checkpoint(tmp_path / "run" / "checkpoints")
+    assert read_state(checkpoint, RunState).reduced_max_tokens == 512

@@ -15,7 +15,11 @@ from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import EngineLostError, WeightSyncError
 from ludus.proto.seeds import FIRST_EVAL_SEED
 from ludus.trainer.actors import rollout_worker
-from ludus.trainer.actors.rollout_worker import RolloutWorkerActor, WorkerComponents
+from ludus.trainer.actors.rollout_worker import (
+    RolloutWorkerActor,
+    RolloutWorkerSpec,
+    WorkerComponents,
+)
 from ludus.trainer.core.interfaces import FetchedWeights, PublishedWeights
 from ludus.trainer.core.types import Rollout, RolloutStatus, Sampling
 from ludus.trainer.rollout.engines.async_engine import AsyncEngine
@@ -190,3 +194,56 @@ async def test_close_is_reported_to_the_waiter() -> None:
     await run_pending_tasks()
     await worker.close()
     await close_task
+
+
+async def test_event_loop_responds_while_the_engine_loads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order, release_event = [], threading.Event()
+
+    def make_slow_engine(*_: object) -> FakeEngine:
+        assert release_event.wait(timeout=60)
+        order.append("engine")
+        return FakeEngine()
+
+    async def connect(*_: object) -> None:
+        order.append("connect")
+        raise ConnectionError("end of the test")
+
+    monkeypatch.setattr(rollout_worker.ChatTokenizer, "load", lambda *_: None)
+    monkeypatch.setattr(rollout_worker, "make_engine", make_slow_engine)
+    monkeypatch.setattr(rollout_worker.RolloutWorkerActor, "_connect", connect)
+    run = LanguageModelRun()
+    worker = RolloutWorkerActor(torch.get_num_threads())
+    spec = RolloutWorkerSpec(run, "model", {"openspiel": "address"}, run.weights)
+    start_task = asyncio.create_task(worker.start(spec))
+    for _ in range(3):
+        await worker.ping()
+        await asyncio.sleep(0)
+    assert not start_task.done()
+    release_event.set()
+    with pytest.raises(ConnectionError):
+        await asyncio.wait_for(start_task, 60)
+    assert order == ["engine", "connect"]
+
+
+@pytest.mark.parametrize("kind", ["transformers", "vllm"])
+async def test_worker_uses_the_configured_device_of_a_machine_with_gpus(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    devices = []
+
+    def record_device(run: object, path: object, chat: object, device: torch.device) -> None:
+        devices.append(device)
+        raise RuntimeError("end of the test")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(rollout_worker.ChatTokenizer, "load", lambda *_: None)
+    monkeypatch.setattr(rollout_worker, "make_engine", record_device)
+    for num_gpus in (0, 0.5, 1):
+        sections = {"generator": {"kind": kind}, "rollout": {"num_gpus_per_worker": num_gpus}}
+        run = LanguageModelRun.model_validate(sections)
+        spec = RolloutWorkerSpec(run, "model", {}, run.weights)
+        with pytest.raises(RuntimeError, match="end of the test"):
+            await RolloutWorkerActor(torch.get_num_threads()).start(spec)
+    assert [device.type for device in devices] == ["cpu", "cuda", "cuda"]

@@ -33,6 +33,7 @@
     ├── EpisodesFailedError       code fails in nearly all episodes
     ├── TrainingStalledError      no group finishes, or no group can be trained on
     ├── LearnerLostError          a learner rank died, or the ranks cannot communicate
+    ├── LearnerMemoryError        a learner rank ran out of memory; smaller micro-batches may help
     ├── BufferLostError           the replay buffer died with its groups
     ├── EngineLostError           the engine of a rollout worker failed; another worker takes over
     └── WorkerStartError          a rollout worker failed to start several times
@@ -271,6 +272,22 @@ class EngineLostError(LudusError):
 
 class LearnerLostError(LudusError):
     """A learner rank that died or cannot communicate. The other ranks have been stopped."""
+
+
+class LearnerMemoryError(LudusError):
+    """A learner rank that ran out of memory in a training step.
+
+    Args:
+        max_tokens: number of tokens per micro-batch with which the step may succeed.
+    """
+
+    def __init__(self, message: str, max_tokens: int) -> None:
+        super().__init__(message)
+        self.max_tokens = max_tokens
+
+    def __reduce__(self) -> tuple[type[LearnerMemoryError], tuple[str, int]]:
+        # Exception pickles only `args`, without the number.
+        return type(self), (str(self), self.max_tokens)
 
 
 class BufferLostError(LudusError):

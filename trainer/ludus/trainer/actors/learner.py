@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ with pause_collection():
     from ray.actor import ActorHandle
 
     from ludus.proto.config import LanguageModelRun, WeightStoreConfig
-    from ludus.proto.errors import LearnerLostError
+    from ludus.proto.errors import ConfigError, LearnerLostError, LearnerMemoryError
     from ludus.trainer.actors.cluster import describe_failure, wait_for_room
     from ludus.trainer.actors.gpus import limit_visible_gpus, use_expandable_segments
     from ludus.trainer.actors.placement import Placement
@@ -25,11 +25,17 @@ with pause_collection():
     from ludus.trainer.actors.weight_store import make_store
     from ludus.trainer.core.functions import Function, copy_registered_functions, register_functions
     from ludus.trainer.core.interfaces import PublishedWeights
+    from ludus.trainer.core.output import warn_user
     from ludus.trainer.core.tasks import TimeLimitError, gather_or_cancel, wait_with_limit
     from ludus.trainer.core.types import Batch, Coefficients, SavedFile, ScoringRequest
     from ludus.trainer.data.buffer import BatchHandle
-    from ludus.trainer.learner.abandonment import AbandonedStep, StepAbandonedError
+    from ludus.trainer.learner.abandonment import (
+        AbandonedStep,
+        RestorePoint,
+        StepAbandonedError,
+    )
     from ludus.trainer.learner.learner import Learner
+    from ludus.trainer.learner.out_of_memory import is_out_of_memory, make_memory_error
     from ludus.trainer.learner.process_group import select_device
     from ludus.trainer.learner.step_metrics import StepMetrics
     from ludus.trainer.setup.shared_folder import FolderToken
@@ -106,11 +112,28 @@ class LearnerActor:
             )
         except StepAbandonedError as abandonment:
             return abandonment.outcome
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise make_memory_error(self._rank, batch, self._run.learner, error) from None
 
     @ray.method(concurrency_group=_CONTROL_GROUP)
     def abandon_step(self, step_id: int, discards_state: bool) -> None:
         """Request to abandon a step; runs in another thread than the step."""
         self._learner.abandonment.request(step_id, discards_state=discards_state)
+
+    @ray.method(concurrency_group=_CONTROL_GROUP)
+    def copy_start_of_step(self) -> tuple[bool, RestorePoint | None]:
+        """Return whether there is a copy of the state from before the step, and the copy.
+
+        Runs in another thread than the step, which may wait for another rank forever.
+        """
+        restore_point = self._learner.abandonment.copy_start()
+        return restore_point is not None, restore_point
+
+    def restore(self, restore_point: RestorePoint) -> None:
+        """Restore the state that `copy_start_of_step` of an earlier process returned."""
+        self._learner.abandonment.restore(restore_point)
 
     def publish(self, version: int, canary: Sequence[ScoringRequest]) -> PublishedWeights | None:
         """Publish the weights from rank 0; return None on the other ranks."""
@@ -153,17 +176,34 @@ class LearnerGroup(Learners):
     If a rank dies, the other ranks wait for it in a collective. So all ranks are killed if one
     dies, or if a collective or a call times out. The current call and all later
     calls raise LearnerLostError, until `restart`.
+
+    If a rank runs out of memory in a step, all ranks are replaced and train the batch again in
+    smaller micro-batches (`learner/out_of_memory.py`).
     """
 
     def __init__(
-        self, run: LanguageModelRun, placement: Placement, folder_token: FolderToken | None = None
+        self,
+        run: LanguageModelRun,
+        placement: Placement,
+        folder_token: FolderToken | None = None,
+        reduced_max_tokens: int | None = None,
     ) -> None:
+        """`reduced_max_tokens` is the value with which the run was stopped before."""
         self._run = run
         self._placement = placement
         self._folder_token = folder_token
         self.ranks: list[ActorHandle] = []
         """Actors of the ranks; empty if the learner is lost."""
         self._step_id = 0
+        self._is_abandoned = False
+        """True if the driver requested to abandon the current step."""
+        self._reduced_max_tokens: int | None = None
+        if reduced_max_tokens is not None:
+            self._limit_micro_batches(reduced_max_tokens)
+
+    @property
+    def reduced_max_tokens(self) -> int | None:
+        return self._reduced_max_tokens
 
     async def start(self, model_path: str, weights: WeightStoreConfig) -> None:
         """Start the ranks, which connect to each other and load the model.
@@ -195,15 +235,30 @@ class LearnerGroup(Learners):
             await self.load(learner_folder)
 
     async def train_step(
-        self, batch: BatchHandle, coefficients: Coefficients, *, keeps_restore_point: bool = False
+        self,
+        batch: BatchHandle,
+        coefficients: Coefficients,
+        *,
+        keeps_restore_point: bool = False,
+        wait_for_fetches: Callable[[], Awaitable[None]] | None = None,
     ) -> StepMetrics | AbandonedStep:
-        self._step_id += 1
-        return await self._call_all(
-            "train_step", batch, coefficients, self._step_id, keeps_restore_point
-        )
+        self._is_abandoned = False
+        while not self._is_abandoned:
+            self._step_id += 1
+            try:
+                return await self._call_all(
+                    "train_step", batch, coefficients, self._step_id, keeps_restore_point
+                )
+            except LearnerMemoryError as error:
+                if wait_for_fetches is not None:
+                    await wait_for_fetches()
+                await self._train_in_smaller_micro_batches(error)
+        return AbandonedStep(is_restored=True)
 
     async def abandon_step(self, *, discards_state: bool) -> None:
-        await self._call_all("abandon_step", self._step_id, discards_state)
+        self._is_abandoned = True
+        if self.ranks:  # otherwise they are being replaced
+            await self._call_all("abandon_step", self._step_id, discards_state)
 
     async def publish(self, version: int, canary: Sequence[ScoringRequest]) -> PublishedWeights:
         return await self._call_all("publish", version, canary)
@@ -238,6 +293,37 @@ class LearnerGroup(Learners):
         for rank in ranks:
             ray.kill(rank)
 
+    async def _train_in_smaller_micro_batches(self, error: LearnerMemoryError) -> None:
+        """Replace all ranks, with the state from before the step and with smaller micro-batches.
+
+        Raises:
+            LearnerLostError: a rank has changed its state, or does not return it.
+        """
+        old_limit = self._run.learner.max_tokens_per_micro_batch
+        self._limit_micro_batches(error.max_tokens)
+        warn_user(
+            f"{error}; training the step again with learner.max_tokens_per_micro_batch = "
+            f"{error.max_tokens} instead of {old_limit}; set it in the configuration to save this "
+            "time in the next run"
+        )
+        # Only references to the copies pass through this process.
+        copies = [rank.copy_start_of_step.options(num_returns=2).remote() for rank in self.ranks]
+        has_copies = await self._wait("copy_start_of_step", [flag for flag, _ in copies])
+        self.close()
+        if not all(has_copies):
+            raise LearnerLostError(f"{error}, after the first update of the step")
+        await self.start(self._model_path, self._weights)
+        pairs = zip(self.ranks, copies, strict=True)
+        await self._wait("restore", [rank.restore.remote(copy) for rank, (_, copy) in pairs])
+
+    def _limit_micro_batches(self, max_tokens: int) -> None:
+        """Use at most this number of tokens per micro-batch in processes that start later."""
+        if max_tokens < self._run.learner.max_tokens_per_micro_batch:
+            self._reduced_max_tokens = max_tokens
+            update = {"max_tokens_per_micro_batch": max_tokens}
+            learner = self._run.learner.model_copy(update=update)
+            self._run = self._run.model_copy(update={"learner": learner})
+
     async def _call_all(self, method: str, *args: object) -> Any:
         """Call all ranks, and return rank 0's result."""
         return (await self._call(method, self.ranks, *args))[0]
@@ -245,12 +331,16 @@ class LearnerGroup(Learners):
     async def _call(self, method: str, ranks: Sequence[ActorHandle], *args: object) -> list[Any]:
         if not ranks:
             raise LearnerLostError("the learner's ranks were lost and have not been restarted")
+        return await self._wait(method, [getattr(rank, method).remote(*args) for rank in ranks])
+
+    async def _wait(self, method: str, calls: Sequence[ray.ObjectRef]) -> list[Any]:
+        """Return the results of a method's calls, in the order of the ranks."""
         description, setting = f"the learner's '{method}'", "training.learner_timeout_s"
         timeout_s = self._run.training.learner_timeout_s
         if method in _START_CALLS:
             description, setting = _START_CALLS[method], "placement.start_timeout_s"
             timeout_s = self._run.placement.start_timeout_s
-        results = gather_or_cancel(*(_call_rank(rank, method, *args) for rank in ranks))
+        results = gather_or_cancel(*map(_get_result, calls))
         try:
             return await wait_with_limit(results, description, timeout_s=timeout_s, setting=setting)
         except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
@@ -259,6 +349,11 @@ class LearnerGroup(Learners):
                 f"a learner rank died in '{method}': {describe_failure(error)}"
             ) from error
         except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, LearnerMemoryError):
+                raise error.cause from None
+            if isinstance(error.cause, ConfigError):
+                self.close()  # the other ranks may wait for this rank forever
+                raise error.cause from None
             if not _has_lost_contact(error.cause):
                 raise
             self.close()
@@ -278,5 +373,5 @@ def _has_lost_contact(error: BaseException) -> bool:
     return is_gloo_error or isinstance(error, dist.DistError)
 
 
-async def _call_rank(rank: ActorHandle, method: str, *args: object) -> Any:
-    return await getattr(rank, method).remote(*args)
+async def _get_result(call: ray.ObjectRef) -> Any:
+    return await call

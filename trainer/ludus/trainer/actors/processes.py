@@ -9,7 +9,7 @@ This package implements them with Ray. Tests of the controller simulate them on 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -57,12 +57,27 @@ class Slot(Protocol):
 class Learners(Protocol):
     """All ranks of the learner."""
 
+    @property
+    def reduced_max_tokens(self) -> int | None:
+        """Number of tokens per micro-batch after a rank ran out of memory; None if none did."""
+
     async def train_step(
-        self, batch: BatchHandle, coefficients: Coefficients, *, keeps_restore_point: bool = False
+        self,
+        batch: BatchHandle,
+        coefficients: Coefficients,
+        *,
+        keeps_restore_point: bool = False,
+        wait_for_fetches: Callable[[], Awaitable[None]] | None = None,
     ) -> StepMetrics | AbandonedStep:
         """Train on a batch from the buffer and return the metrics of the step.
 
-        With a restore point, the whole step can be abandoned, at the cost of main memory.
+        If a rank runs out of memory, all ranks train the batch again in smaller micro-batches.
+
+        Args:
+            keeps_restore_point: whether the whole step can be abandoned, at the cost of main
+                memory.
+            wait_for_fetches: function that returns when all workers have fetched the published
+                weights, which may be lost with the ranks that a lack of memory replaces.
         """
 
     async def abandon_step(self, *, discards_state: bool) -> None:

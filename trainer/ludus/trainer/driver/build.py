@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -139,14 +138,14 @@ async def start_components(
     max_tokens = episode_limits(run, name).max_tokens
     canary = await make_canary_prompts(environment, tokenizer, max_tokens)
     metrics.log_phase(Phase.START_WORKERS)
-    learners = LearnerGroup(run, placement, infrastructure.folder_token)
+    learners = LearnerGroup(
+        run, placement, infrastructure.folder_token, storage.state.reduced_max_tokens
+    )
     buffer = RemoteBuffer(run, placement)
     worker_spec = make_worker_spec(run, model_path, infrastructure, run.folder)
-    learner_start = asyncio.ensure_future(learners.start(model_path, worker_spec.weights))
-    workers, baselines, _ = await gather_or_cancel(
-        start_workers(worker_spec, buffer, placement, learner_start),
+    workers, baselines = await gather_or_cancel(
+        start_actors(learners, worker_spec, buffer, placement),
         play_all_baselines(run, environments),
-        learner_start,
     )
     try:
         if storage.checkpoint is not None:
@@ -189,20 +188,22 @@ def make_worker_spec(
     return RolloutWorkerSpec(run, model_path, addresses, weight_store, folder_token)
 
 
-async def start_workers(
-    spec: RolloutWorkerSpec,
-    buffer: RemoteBuffer,
-    placement: Placement,
-    learner_start: asyncio.Future[None],
+async def start_actors(
+    learners: LearnerGroup, spec: RolloutWorkerSpec, buffer: RemoteBuffer, placement: Placement
 ) -> RolloutWorkers:
-    """Start the workers, after the learner if one of them may share a GPU with it.
+    """Start the learner and the workers: one after the other if they may share a GPU.
 
     vLLM measures the free memory at its start. Meanwhile, the learner must neither allocate nor
     free any.
     """
     if may_share_gpu(spec.run):
-        await asyncio.shield(learner_start)
-    return await RolloutWorkers.start(spec, buffer, placement)
+        await learners.start(spec.model_path, spec.weights)
+        return await RolloutWorkers.start(spec, buffer, placement)
+    workers, _ = await gather_or_cancel(
+        RolloutWorkers.start(spec, buffer, placement),
+        learners.start(spec.model_path, spec.weights),
+    )
+    return workers
 
 
 async def play_all_baselines(

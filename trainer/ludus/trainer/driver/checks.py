@@ -112,8 +112,8 @@ def warn_of_emulation(learner: LearnerConfig) -> None:
 def warn_of_unused_gpus(run: LanguageModelRun) -> None:
     """Warn the user if a pretrained model trains on the CPU of a machine that has GPUs."""
     num_reserved_gpus = run.learner.num_gpus_per_rank + run.rollout.num_gpus_per_worker
-    num_gpus = torch.cuda.device_count()
-    if num_reserved_gpus or num_gpus == 0 or not (is_local() and isinstance(run.model, PretrainedModel)):
+    num_gpus, is_pretrained = torch.cuda.device_count(), isinstance(run.model, PretrainedModel)
+    if num_reserved_gpus or num_gpus == 0 or not (is_pretrained and is_local()):
         return
     share = 1 if num_gpus > 1 else 0.5
     warn_user(

@@ -11,7 +11,7 @@ checkpoint. Without a restore point, such a step ends early only if its state ma
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -42,7 +42,7 @@ class StepAbandonedError(Exception):
 class StepAbandonment:
     """Requests to abandon a step, and the state to which the learner then returns.
 
-    Only `request` may be called from another thread.
+    Only `request` and `copy_start` may be called from another thread.
     """
 
     def __init__(
@@ -77,13 +77,31 @@ class StepAbandonment:
         self._restore_point = RestorePoint(self._optimizer) if keeps_restore_point else None
 
     def end_step(self) -> None:
-        """Free the restore point."""
-        self._restore_point = None
+        """Free the restore point; the next step starts with the present state."""
+        self._restore_point, self._num_updates = None, 0
         self._request_by_step.clear()
 
     def count_update(self) -> None:
-        """Count an update of the weights in this step."""
+        """Count an update of the weights in this step; call this before the update."""
         self._num_updates += 1
+
+    def copy_start(self) -> RestorePoint | None:
+        """Return the state from before the current step, which may be stuck in a collective.
+
+        Returns:
+            None if the step has changed the weights, and keeps no restore point.
+        """
+        restore_point = self._restore_point
+        if restore_point is None and self._num_updates == 0:
+            with _use_another_stream(self._device):
+                restore_point = RestorePoint(self._optimizer)
+            if self._num_updates:  # an update began while the state was copied
+                return None
+        return restore_point
+
+    def restore(self, restore_point: RestorePoint) -> None:
+        """Return to the state that `copy_start` returned in an earlier process of this rank."""
+        restore_point.restore(self._optimizer)
 
     def check(self) -> None:
         """Abandon the step if it was requested; all ranks call this before each micro-batch.
@@ -104,35 +122,56 @@ class StepAbandonment:
             return
         self._optimizer.zero_grad(set_to_none=True)
         if self._num_updates > 0 and self._restore_point is not None:
-            self._restore_point.restore()
+            self._restore_point.restore(self._optimizer)
         raise StepAbandonedError(AbandonedStep(can_restore))
 
 
 class RestorePoint:
-    """A copy of the weights and the optimizer state of this rank."""
+    """A copy of this rank's weights, optimizer state and random state, in main memory.
+
+    Another process of the same rank can restore it, because it refers to no optimizer.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._has_state = set(optimizer.state)
-        self._copies = [
-            (tensor, _get_local_part(tensor).detach().to("cpu", copy=True))
-            for tensor in _list_tensors(optimizer)
+        self._random_state = torch.get_rng_state()
+        self._weights = [_copy(parameter) for parameter in _list_parameters(optimizer)]
+        self._states = [
+            {name: _copy(value) for name, value in optimizer.state.get(parameter, {}).items()}
+            for parameter in _list_parameters(optimizer)
         ]
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Set the weights and the optimizer state to the copied values."""
-        for tensor, values in self._copies:
-            _get_local_part(tensor).copy_(values)
-        for parameter in set(self._optimizer.state) - self._has_state:
-            del self._optimizer.state[parameter]
+    def restore(self, optimizer: torch.optim.Optimizer) -> None:
+        """Set the weights, the optimizer state and the random state to the copied values."""
+        torch.set_rng_state(self._random_state)
+        parameters = _list_parameters(optimizer)
+        for parameter, weights, values in zip(parameters, self._weights, self._states, strict=True):
+            _get_local_part(parameter).copy_(weights)
+            if not values:
+                optimizer.state.pop(parameter, None)
+            for name, value in values.items():
+                state = optimizer.state[parameter]
+                if name not in state:
+                    # Only the number of steps is a scalar, which is not sharded.
+                    state[name] = torch.zeros_like(
+                        parameter if value.dim() else value, device=parameter.device
+                    )
+                _get_local_part(state[name]).copy_(value)
 
 
-def _list_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-    for state in optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, Tensor))
+def _use_another_stream(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context whose copies from a GPU do not wait for the operations of other threads."""
+    if device.type == "cpu":
+        return nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream(device))
+
+
+def _list_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return _get_local_part(tensor).detach().to("cpu", copy=True)
 
 
 def _get_local_part(tensor: Tensor) -> Tensor:

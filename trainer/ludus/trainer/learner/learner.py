@@ -280,9 +280,10 @@ class Learner:
         except StepAbandonedError:
             self.model.reshard()
             torch.set_rng_state(random_state)
-            raise
-        finally:
             self.abandonment.end_step()
+            raise
+        # After any other error, the state from before the step can still be copied.
+        self.abandonment.end_step()
 
     def _pack_micro_batches(self, batch: Batch, sample_ids: np.ndarray) -> list[MicroBatch]:
         micro_batches = make_micro_batches(batch, sample_ids, self._micro_batch_config)
@@ -357,8 +358,8 @@ class Learner:
         dist.all_reduce(finite_flag, dist.ReduceOp.MIN)
         is_finite = bool(finite_flag)
         if is_finite:
-            self._optimizer.step()
             self.abandonment.count_update()
+            self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._num_skipped_in_a_row = 0 if is_finite else self._num_skipped_in_a_row + 1
         return grad_norm if is_finite else None

@@ -104,6 +104,8 @@ class RunState(SavedState):
     """Groups that were trained on, waiting or being played when a learner died, and were not in
     the checkpoint from which it restarted."""
     max_staleness_seen: int = 0
+    reduced_max_tokens: int | None = None
+    """Number of tokens per micro-batch after the learner ran out of memory; None if it did not."""
 
     def end_step(self, algorithm: AlgorithmConfig, entropy: float) -> None:
         """Count a trained step of this entropy."""

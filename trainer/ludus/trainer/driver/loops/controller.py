@@ -281,17 +281,17 @@ class Controller:
         return recorded_step
 
     async def _train_on_batch(self, step: _RunningStep) -> None:
-        start_s = time.monotonic()
-        run, state = self.components.run, self.state
-        coefficients = compute_coefficients(run, state.step, state.entropy)
-        batch = step.batch.batch
+        start_s, batch = time.monotonic(), step.batch.batch
+        run, state, learners = self.components.run, self.state, self.components.learners
         assert batch is not None
         is_step_long = self._train_s > run.training.stop_grace_s
-        outcome = await self.components.learners.train_step(
+        outcome = await learners.train_step(
             batch,
-            coefficients,
+            compute_coefficients(run, state.step, state.entropy),
             keeps_restore_point=is_step_long and state.step != self._checkpointing.saved_step,
+            wait_for_fetches=self._delivery.wait,
         )
+        state.reduced_max_tokens = learners.reduced_max_tokens
         if isinstance(outcome, AbandonedStep):
             step.abandonment = outcome
             return

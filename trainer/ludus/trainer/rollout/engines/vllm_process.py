@@ -30,7 +30,7 @@ def make_vllm_variables(num_threads: int, *, uses_gpu: bool = False) -> dict[str
         "VLLM_LOGGING_LEVEL": "ERROR",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         # In float32, Triton's attention would otherwise multiply in TF32, with the precision of
-        # float16. The log-probs would then differ from the learner's by more than the canary allows.
+        # float16. Then the log-probs would differ from the learner's by more than canaries allow.
         "TRITON_F32_DEFAULT": "ieee",
     }
     if sys.platform == "linux":
