@@ -126,6 +126,22 @@ _RUNS = (
         "Credentials of the bucket, for driver, learner and rollout workers.",
     ),
     (
+        "`CUDA_VISIBLE_DEVICES`",
+        "training runs",
+        "GPUs of the machine that the run may use. Each process of the run sees only the GPUs that "
+        "it reserves, and none without a reservation.",
+    ),
+    (
+        "`PYTORCH_ALLOC_CONF`, `PYTORCH_CUDA_ALLOC_CONF`",
+        "learner ranks",
+        "Settings of torch's allocator on a GPU. Default: `expandable_segments:True`.",
+    ),
+    (
+        "`VLLM_TARGET_DEVICE`",
+        "vLLM",
+        "`cpu` lets vLLM's build for GPUs compute on the CPU, if it can.",
+    ),
+    (
         "`VLLM_ENABLE_V1_MULTIPROCESSING`, `VLLM_USE_V2_MODEL_RUNNER`",
         "vLLM",
         "Set by rollout workers; do not change them.",

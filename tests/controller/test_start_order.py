@@ -37,13 +37,13 @@ async def test_actors_that_may_share_a_gpu_start_in_turn(
         "learner": {"num_gpus_per_rank": learner_gpus},
         "rollout": {"num_gpus_per_worker": worker_gpus},
     }
-    run, nothing = LanguageModelRun.model_validate(sections), None
+    run, unused = LanguageModelRun.model_validate(sections), None
     learners: Any = Learners()
     await build.start_actors(
         learners,
         RolloutWorkerSpec(run, "model", {}, run.weights),
-        nothing,  # type: ignore[arg-type]
-        nothing,  # type: ignore[arg-type]
+        unused,  # type: ignore[arg-type]
+        unused,  # type: ignore[arg-type]
     )
     is_in_turn = events.index("worker begins") > events.index("learner ready")
     assert is_in_turn == starts_in_turn

@@ -93,7 +93,7 @@ class LearnerActor:
         self._learner = Learner(self._run, model_path)
         self._store = make_store(weights) if self._rank == 0 else None
         if has_gpu:
-            # What the load no longer needs is free for a worker that shares the GPU.
+            # A worker that shares the GPU may use the memory that only the load needed.
             torch.cuda.empty_cache()
         self._published_dtype = weights.choose_dtype(self._run.learner.dtype)
         freeze_heap()

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from ludus.trainer.core.streams import Stream, make_random, use_torch_stream
 from ludus.trainer.data.batch import collate
 from ludus.trainer.learner.micro_batches import (
     MicroBatchConfig,
@@ -101,8 +102,7 @@ def _find_packing_fault(language_model: PreTrainedModel) -> str:
 @torch.no_grad()
 def _run_test_model(language_model: PreTrainedModel) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probs of test sequences: in separate rows, packed, and rounded differently."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with use_torch_stream(0, Stream.LEARNER):
         policy = PolicyModel(type(language_model)(_shrink(language_model.config)).float()).eval()
     separate_logprobs, packed_logprobs = _compute_logprobs(policy)
     with change_rounding(policy.language_model):
@@ -141,10 +141,10 @@ def _compute_logprobs(policy: PolicyModel) -> tuple[Tensor, Tensor]:
 
 def _make_sequences(vocab_size: int) -> list[list[int]]:
     """Return token ids of six sequences: a common prefix, two branches, three leaves of each."""
-    generator = np.random.default_rng(0)
+    generator = make_random(0, Stream.LEARNER)
 
     def draw(length: int) -> list[int]:
-        return generator.integers(vocab_size, size=length).tolist()
+        return [generator.randrange(vocab_size) for _ in range(length)]
 
     prefix, branches = draw(_PREFIX_LENGTH), [draw(_BRANCH_LENGTH) for _ in range(2)]
     return [
