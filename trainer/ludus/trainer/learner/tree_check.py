@@ -55,7 +55,7 @@ _MAX_TOKENS = 1024
 _SINGLE_ROW_COSTS = RowCosts(per_token=1.0, per_pair=0.0)
 _MAX_NOISE_RATIO = 10.0
 """Largest ratio of the packed log-probs' difference to rounding. Of 14 architectures, right models
-have at most 0.5, and models that ignore the mask or the positions at least 147."""
+have at most 0.5, and models that ignore the mask or the positions at least 181."""
 _MIN_NOISE = 1e-7
 """Smallest assumed rounding of log-probs in float32, in nats."""
 
