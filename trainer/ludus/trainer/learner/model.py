@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Literal, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +20,13 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ludus.proto.config import LearnerConfig
-from ludus.trainer.algorithms.losses import entropy
+from ludus.trainer.learner.language_head import EntropyMode, LanguageHead
 from ludus.trainer.learner.micro_batches import PackedRows
 from ludus.trainer.learner.packing import RowCosts
 
 VALUE_HEAD = "value_head"
 
 _Module = TypeVar("_Module", bound=nn.Module)
-
-EntropyMode = Literal["none", "value", "gradient"]
-"""Computation of the entropy: skipped, its value only, or also its gradient (slower)."""
 
 
 class PolicyOutput(NamedTuple):
@@ -71,6 +67,7 @@ class PolicyModel(nn.Module):
     def __init__(self, language_model: PreTrainedModel, *, has_value_head: bool = False) -> None:
         super().__init__()
         self.language_model = language_model
+        self._head = LanguageHead(language_model)
         self.value_head: nn.Linear | None = None
         if has_value_head:
             self.value_head = nn.Linear(language_model.config.hidden_size, 1)
@@ -82,24 +79,18 @@ class PolicyModel(nn.Module):
         self, rows: PackedRows, temperature: float, entropy_mode: EntropyMode = "none"
     ) -> PolicyOutput:
         """Return log-probs, and values if there is a value head, of the sampled tokens."""
-        with _select_head_inputs(
-            self.language_model.get_output_embeddings(), rows.positions
-        ) as hidden_states:
-            logits = self.language_model(
-                input_ids=rows.token_ids,
-                attention_mask=None if rows.ends is None else make_ancestor_mask(rows.ends),
-                position_ids=None if rows.ends is None else rows.depths,
-                use_cache=False,
-            ).logits[0]
-        logits = logits.float() if temperature == 1 else logits.float() / temperature
-        if rows.allowed_ids is None:
-            logprobs, entropies = _compute_logprobs(logits, rows, entropy_mode)
-        else:
-            logprobs, entropies = _compute_restricted_logprobs(logits, rows, entropy_mode)
+        model_inputs = {
+            "input_ids": rows.token_ids,
+            "attention_mask": None if rows.ends is None else make_ancestor_mask(rows.ends),
+            "position_ids": None if rows.ends is None else rows.depths,
+        }
+        (logprobs, entropies), hidden_states = self._head.compute_output(
+            rows, model_inputs, temperature, entropy_mode
+        )
         values = last_values = None
         if self.value_head is not None:
             positions = torch.cat([rows.positions, rows.last_positions])
-            head_output = self.value_head(hidden_states[0].index_select(0, positions))
+            head_output = self.value_head(hidden_states.index_select(0, positions))
             head_output = head_output.float().squeeze(-1)
             values = head_output[: len(rows.positions)].index_select(0, rows.position_of_target)
             last_values = head_output[len(rows.positions) :]
@@ -116,44 +107,6 @@ class PolicyModel(nn.Module):
             use_cache=False,
         ).logits
         return logits.float()
-
-
-def _compute_logprobs(
-    logits: Tensor, rows: PackedRows, entropy_mode: EntropyMode
-) -> tuple[Tensor, Tensor | None]:
-    """Return the log-probs [E] of the targets, and the entropies [E] if they are needed.
-
-    `logits` [P, V] are those of the rows' positions, at the sampling temperature.
-    """
-    all_logprobs = logits.log_softmax(-1)
-    target_positions = rows.position_of_target
-    # A one-dimensional index: the gradient of a two-dimensional index is several times slower.
-    logprobs = all_logprobs.flatten().index_select(
-        0, target_positions * all_logprobs.shape[1] + rows.target_ids
-    )
-    if entropy_mode == "none":
-        return logprobs, None
-    entropy_logprobs = all_logprobs if entropy_mode == "gradient" else all_logprobs.detach()
-    return logprobs, entropy(entropy_logprobs).index_select(0, target_positions)
-
-
-def _compute_restricted_logprobs(
-    logits: Tensor, rows: PackedRows, entropy_mode: EntropyMode
-) -> tuple[Tensor, Tensor | None]:
-    """Return the same as `_compute_logprobs`, for distributions over each target's allowed tokens.
-
-    A target that was the only allowed token has the log-prob 0 and no gradient.
-    """
-    allowed_ids = rows.allowed_ids
-    assert allowed_ids is not None
-    indices = rows.position_of_target[:, None] * logits.shape[1] + allowed_ids.clamp(min=0)
-    allowed_logits = logits.flatten().index_select(0, indices.flatten()).view_as(indices)
-    all_logprobs = allowed_logits.masked_fill(allowed_ids < 0, -torch.inf).log_softmax(-1)
-    columns = (allowed_ids == rows.target_ids[:, None]).int().argmax(-1, keepdim=True)
-    logprobs = all_logprobs.gather(1, columns)[:, 0]
-    if entropy_mode == "none":
-        return logprobs, None
-    return logprobs, entropy(all_logprobs if entropy_mode == "gradient" else all_logprobs.detach())
 
 
 def make_ancestor_mask(ends: Tensor) -> Tensor:
@@ -214,27 +167,6 @@ def prepare_model(
     if isinstance(model, PolicyModel):
         register_fsdp_forward_method(model, "compute_logits")
     return model
-
-
-@contextmanager
-def _select_head_inputs(head: nn.Module, positions: Tensor) -> Iterator[list[Tensor]]:
-    """Pass only `positions` to the head; yield a list that receives all hidden states.
-
-    Logits are by far the largest tensor, so the head gets only the needed positions. The logits
-    themselves cannot be selected here, because some models process them after the head. The
-    hidden states are [R * L, width].
-    """
-    hidden_states: list[Tensor] = []
-
-    def select_positions(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
-        hidden_states.append(args[0].flatten(0, 1))
-        return (hidden_states[0].index_select(0, positions)[None],)
-
-    handle = head.register_forward_pre_hook(select_positions)
-    try:
-        yield hidden_states
-    finally:
-        handle.remove()
 
 
 def gather_full_tensor(parameter: Tensor) -> Tensor:
