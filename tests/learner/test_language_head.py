@@ -55,7 +55,7 @@ TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-9}
 
 
 class CubedLogitsModel(LlamaForCausalLM):
-    """A model that changes its logits in a way that nobody expects."""
+    """A model that changes its logits in a way that the learner does not know."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)

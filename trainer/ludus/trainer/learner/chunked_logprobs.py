@@ -39,7 +39,7 @@ class LogitTransform(NamedTuple):
 
     @property
     def is_linear(self) -> bool:
-        """Whether the function is a multiplication."""
+        """True if the function is a multiplication."""
         return math.isinf(self.cap)
 
     @property
@@ -98,9 +98,9 @@ class HeadTerms(NamedTuple):
 
     def compute_output(self, chunk: slice) -> Tensor:
         """Return the head's output for the positions of a chunk [C, V]."""
-        (inputs, weight), *others = self.terms
+        (inputs, weight), *adapter_terms = self.terms
         output = nn.functional.linear(inputs[chunk], weight, self.bias)
-        for inputs, weight in others:
+        for inputs, weight in adapter_terms:
             output.add_(nn.functional.linear(inputs[chunk], weight))
         return output
 
@@ -255,12 +255,14 @@ class _HeadGradients:
         return [bias, *(gradient for pair in pairs for gradient in pair)]
 
 
-def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """Return total + left @ right, and overwrite `total` if it has the type of sums."""
+def _add_product(total: Tensor | None, matrix: Tensor, factor: Tensor) -> Tensor:
+    """Return total + matrix @ factor, and overwrite `total` if it has the type of sums."""
     if total is None:
-        return left @ right
+        return matrix @ factor
     total = total.to(_get_sum_dtype(total))
-    return total.addmm_(left, right) if total.dtype == left.dtype else total.add_(left @ right)
+    return (
+        total.addmm_(matrix, factor) if total.dtype == matrix.dtype else total.add_(matrix @ factor)
+    )
 
 
 def _get_sum_dtype(tensor: Tensor) -> torch.dtype:

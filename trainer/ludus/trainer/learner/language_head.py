@@ -54,7 +54,7 @@ class TokenOutput(NamedTuple):
 class LanguageHead:
     """The last layer of a language model, with what the model does to its output.
 
-    The first forward pass finds out, in a pass of its own, whether the model supports chunks. All
+    The first forward pass finds out, in a separate pass, whether the model supports chunks. All
     ranks get the same answer, because it does not depend on their rows.
     """
 
@@ -160,7 +160,7 @@ def split_head(head: nn.Module, hidden_states: Tensor) -> HeadTerms | None:
         if name in head.lora_variant or head.lora_bias[name]:
             return None
         inputs = head.lora_A[name](head.lora_dropout[name](hidden_states)) * head.scaling[name]
-        terms.append(HeadTerm(inputs, head.lora_B[name].weight))
+        terms.append(HeadTerm(inputs, head.lora_B[name].get_parameter("weight")))
     return HeadTerms(terms, head.base_layer.bias)
 
 
