@@ -231,7 +231,7 @@ class _HeadGradients:
         self._weights: list[Tensor | None] = [None] * len(head.terms)
 
     def add(self, chunk: slice, output_grads: Tensor) -> None:
-        """Add the gradients of a chunk, from float32 or float64 ones of the head's output [C, V]."""
+        """Add the gradients of a chunk, from those of the head's output [C, V]."""
         if self._is_needed[0]:
             bias_grads = output_grads.sum(0)
             self._bias = bias_grads if self._bias is None else self._bias.add_(bias_grads)
