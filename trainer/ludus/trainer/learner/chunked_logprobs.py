@@ -24,9 +24,9 @@ EntropyMode = Literal["none", "value", "gradient"]
 """Computation of the entropy: skipped, its value only, or also its gradient (slower)."""
 
 MAX_CHUNK_LOGITS = 2**27
-"""Maximum number of logits of a chunk that has several positions: 512 MiB in float32. The size
-does not change the speed of a chunk on a CPU. On a GPU, each chunk adds to the whole gradient of
-the weight, so small chunks would be slow."""
+"""Maximum number of logits of a chunk that has several positions: 512 MiB in float32. Each
+chunk adds to the whole gradient of the weight, so small chunks should be slow on a GPU, where this
+was not measured."""
 
 
 class LogitTransform(NamedTuple):
