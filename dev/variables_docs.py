@@ -32,7 +32,7 @@ _SERVERS = (
     (
         "`LUDUS_SESSION_KEY`",
         "gateways, servers",
-        "Key that signs session ids, at least 32 bytes. Gateways and their servers share it.",
+        "Key that signs session ids, at least 16 bytes. Gateways and their servers share it.",
     ),
     (
         "`LUDUS_SERVER_KEY`",

@@ -41,7 +41,7 @@ from ludus.services.runs.names import (
 )
 
 KUBERAY_INSTALL = (
-    "helm install kuberay-operator kuberay/kuberay-operator --version 1.7.0 (docs/kubernetes.md)"
+    "helm install kuberay-operator kuberay/kuberay-operator --version 1.6.2 (docs/kubernetes.md)"
 )
 _KUEUE = "kueue.x-k8s.io"
 _DRY_RUN = {"dryRun": "All", "fieldValidation": "Strict"}
