@@ -60,7 +60,7 @@ def check_use_of_the_model(ludus: RunCli, summary: SftSummary) -> None:
     listed_run = json.loads(ludus("runs", "--json").out)
     assert (listed_run["name"], listed_run["status"]) == ("tuned", "finished")
     assert (listed_run["step"], listed_run["num_steps"]) == (8, 8)
-    result = {"metric": "loss", "value": summary.kept_loss, "ci95": None, "is_game": True}
+    result = {"metric": "loss", "value": summary.kept_loss, "ci95": None, "is_game": None}
     assert listed_run["result"] == result
 
     assert ludus("export", "tuned", "exported", "--dtype", "bfloat16").code == 0

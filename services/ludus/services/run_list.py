@@ -64,8 +64,9 @@ class RunResult(BaseModel):
     fine-tuning run's model."""
     value: float
     ci95: tuple[float, float] | None = None
-    is_game: bool = True
-    """False if the environment has tasks, which are solved, not games, which are won."""
+    is_game: bool | None = None
+    """False if the environment has tasks, which are solved, not games, which are won. None for a
+    loss, which belongs to no environment."""
 
 
 class ListedRun(BaseModel):
@@ -172,7 +173,7 @@ def describe_run(config_json: str | bytes, lines: Iterable[bytes]) -> Descriptio
     environments = _list_environments(config)
     progress = _find_progress(lines, environments[0])
     if progress.num_steps is None:
-        progress = replace(progress, num_steps=_get_num_steps(config))
+        progress = replace(progress, num_steps=get_num_steps(config))
     return Description(environments, _describe_model(config), progress)
 
 
@@ -231,7 +232,7 @@ def _find_status(folder: Path, summary: Summary | SftSummary | None, *, is_done:
     return RunStatus.FINISHED if is_finished else RunStatus.STOPPED
 
 
-def _get_num_steps(config: RecordedRun) -> int | None:
+def get_num_steps(config: RecordedRun) -> int | None:
     """Return the number of steps; None if the run computes it from epochs when it starts."""
     has_epochs = getattr(config.training, "num_epochs", None) is not None
     return None if has_epochs else config.training.num_steps
@@ -249,18 +250,14 @@ def _describe_model(config: RecordedRun) -> str:
 
 
 def _read_result(summary: Summary | SftSummary) -> RunResult | None:
-    match summary:
-        case Summary(win_rate=float(win_rate)):
-            is_game = next(iter(summary.results.values())).report.is_game
-            return RunResult(
-                metric="wins", value=win_rate, ci95=summary.win_rate_ci95, is_game=is_game
-            )
-        case Summary():
-            interval = summary.expected_return_ci95
-            return RunResult(metric="return", value=summary.expected_return, ci95=interval)
-        case SftSummary(kept_loss=float(loss)):
-            return RunResult(metric="loss", value=loss)
-    return None
+    if isinstance(summary, SftSummary):
+        loss = summary.kept_loss
+        return None if loss is None else RunResult(metric="loss", value=loss)
+    name, value, interval = "wins", summary.win_rate, summary.win_rate_ci95
+    if value is None:
+        name, value, interval = "return", summary.expected_return, summary.expected_return_ci95
+    is_game = next(iter(summary.results.values())).report.is_game
+    return RunResult(metric=name, value=value, ci95=interval, is_game=is_game)
 
 
 def _find_progress(lines: Iterable[bytes], environment: str | None) -> Progress:

@@ -228,7 +228,7 @@ def _format_result(result: RunResult | None) -> tuple[str, str]:
         return NO_VALUE, NO_VALUE
     half_width = None if result.ci95 is None else (result.ci95[1] - result.ci95[0]) / 2
     if result.metric == "wins":
-        success = choose_wording(result.is_game).success
+        success = choose_wording(result.is_game is not False).success
         return f"{format_percent(result.value)} {success}", format_percent(half_width)
     width_text = NO_VALUE if half_width is None else format_fixed(half_width, 3)
     return f"{result.metric} {format_fixed(result.value, 3)}", width_text

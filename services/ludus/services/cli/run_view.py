@@ -25,6 +25,7 @@ from ludus.services.cli.console import (
 from ludus.services.cli.progress import RunProgress, show_progress
 from ludus.services.cli.train_command import show_results
 from ludus.services.cli.trainer_process import TrainerOutput
+from ludus.services.run_list import get_num_steps
 from ludus.services.runs.cluster import RunsCluster, read_run_config_json
 from ludus.services.runs.follow import RunUpdate, follow_run, read_update
 from ludus.services.runs.platform import Release
@@ -66,11 +67,11 @@ def parse_row(line: str) -> MetricsRow | None:
 
 
 async def read_num_steps(cluster: RunsCluster, run: str) -> int:
-    """Return the number of steps of a run; 0 if its ConfigMap no longer exists."""
+    """Return the number of steps of a run; 0 if no ConfigMap tells it."""
     config_map = await cluster.find_config_map(run)
     if config_map is None:
         return 0
-    return validate_run_json(read_run_config_json(config_map)).training.num_steps
+    return get_num_steps(validate_run_json(read_run_config_json(config_map))) or 0
 
 
 async def read_progress(

@@ -41,8 +41,8 @@ class SyncTrainer:
     """A `Trainer` whose methods wait for their results. It shows a progress bar while it trains.
 
     Ctrl-C raises KeyboardInterrupt in the waiting method. On exit, the run stops after its current
-    step and writes a checkpoint; another Ctrl-C abandons the step, and the third one from then on
-    gives the checkpoint up.
+    step and writes a checkpoint. Another Ctrl-C during that time abandons the step, and the third one
+    gives up the checkpoint.
     """
 
     def __init__(
