@@ -41,7 +41,7 @@ class SyncTrainer:
     """A `Trainer` whose methods wait for their results. It shows a progress bar while it trains.
 
     Ctrl-C raises KeyboardInterrupt in the waiting method. On exit, the run stops after its current
-    step and writes a checkpoint. Another Ctrl-C during that time abandons the step, and the third one
+    step and writes a checkpoint. Another Ctrl-C during that time abandons the step, and a third
     gives up the checkpoint.
     """
 
