@@ -76,9 +76,7 @@ class BlackjackRenderer(GameRenderer):
             )
         total, is_soft, up_card = read_hand_and_up_card(info_state)
         hand_kind = "soft" if is_soft else "hard"
-        return (
-            f"Your hand: {hand} ({hand_kind} {total}). The dealer shows: {up_card}. HIT or STAND?"
-        )
+        return f"Your hand: {hand} ({hand_kind} {total}). The dealer shows: {up_card}."
 
 
 def _read_cards(info_state: Sequence[float], start: int) -> list[int]:
