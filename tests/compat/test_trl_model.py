@@ -56,7 +56,12 @@ def test_lora_and_thinking_become_model_settings(folder: str, tmp_path: Path) ->
     assert settings["enable_thinking"] is True
     with pytest.raises(ConfigError, match=r"lora_dropout = 0\.1 is not supported"):
         make_model_section(folder, None, LoraConfig(lora_dropout=0.1), ARGS, tmp_path)
-    for field, value in (("target_modules", "all-linear"), ("use_rslora", True), ("bias", "all")):
+    for field, value in (
+        ("target_modules", "all-linear"),
+        ("use_rslora", True),
+        ("use_dora", True),
+        ("bias", "all"),
+    ):
         with pytest.raises(ConfigError, match=rf"peft_config\.{field} = .* is not supported"):
             make_model_section(folder, None, LoraConfig(**{field: value}), ARGS, tmp_path)
     settings = {"kind": "pretrained", "path": folder}

@@ -201,8 +201,9 @@ _REFUSED_BY_REMEDY = {
     " hub_token=None hub_private_repo=None hub_model_id=None hub_strategy='every_save'"
     " hub_always_push=False hub_revision=None",
     "transcripts.jsonl in the run folder contains completions": "log_completions_hub_repo=None",
-    "compare checkpoints with `ludus eval`": "load_best_model_at_end=False"
-    " metric_for_best_model=None greater_is_better=None",
+    "compare eval_reward in trainer.state.log_history; each checkpoint contains its model": (
+        "load_best_model_at_end=False metric_for_best_model=None greater_is_better=None"
+    ),
     "pass overrides = ['learner.num_ranks=N'] to GRPOTrainer": "parallelism_config=None fsdp=None"
     " fsdp_config=None deepspeed=None",
     "remove it, because reward functions get every column": "remove_unused_columns=False"

@@ -245,7 +245,7 @@ def _make_thinking_settings(args: GRPOConfig) -> dict[str, Any]:
 
 def _make_lora_settings(config: Any) -> dict[str, Any]:
     """Return the settings of the adapters in a `peft.LoraConfig`."""
-    if type(config).__name__ != "LoraConfig" or getattr(config, "use_dora", False):
+    if type(config).__name__ != "LoraConfig":
         raise ConfigError(
             f"peft_config must be a peft.LoraConfig, but it is a {type(config).__name__}; pass one"
         )

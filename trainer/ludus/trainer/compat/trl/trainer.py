@@ -6,7 +6,7 @@
     reward_funcs             --> environment.rewards
     args                     --> all other settings            run_settings.py
 
-The run folder has the usual files, so `ludus report`, `ludus watch` and `ludus eval` work.
+The run folder has the usual files, so `ludus report` and `ludus watch` work.
 """
 
 from __future__ import annotations
