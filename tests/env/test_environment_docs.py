@@ -10,7 +10,7 @@ import pytest
 
 from ludus.env.check import check_environment
 from ludus.env.serving.subprocess import LocalServer
-from ludus.proto.errors import ToolError
+from ludus.proto.errors import IllegalActionError, ToolError
 
 PAGE_TEXT = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
 LUDUS_COMMAND = (
@@ -34,6 +34,22 @@ def load_examples() -> dict:
 def test_example_environments_pass_every_check():
     for name in ("GuessEnvironment", "GuessWithTool"):
         check_environment(load_examples()[name]).raise_if_failed()
+
+
+def test_example_environment_refuses_illegal_actions_and_steps_after_the_end():
+    namespace = load_examples()
+    environment, make_guess = namespace["GuessEnvironment"](), namespace["Guess"]
+    environment.reset(seed=7)
+    for number in (0, 10):
+        with pytest.raises(IllegalActionError, match="expected a number from 1 to 9"):
+            environment.step(make_guess(number=number))
+    assert environment.state.step_count == 0
+    number = 1
+    while not environment.step(make_guess(number=number)).terminated:
+        number += 1
+    for late_number in (0, number):
+        with pytest.raises(ValueError, match="the episode is over"):
+            environment.step(make_guess(number=late_number))
 
 
 def test_example_tool_refuses_invalid_arguments():

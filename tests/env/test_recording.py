@@ -142,6 +142,16 @@ async def test_full_file_is_renamed_and_no_episode_is_lost(tmp_path: Path) -> No
     assert sorted(episode.seed for episode in read_episodes(tmp_path)) == list(range(12))
 
 
+async def test_full_file_that_was_closed_is_renamed(tmp_path: Path) -> None:
+    for seed in range(12):  # `ludus env play` closes the file after each episode
+        core, recorder = make_recording_core(tmp_path / "r.jsonl", max_file_bytes=2000)
+        await play_episode(core, [FINAL_ACTION], seed=seed)
+        recorder.finish()
+    assert len(list(tmp_path.iterdir())) > 1
+    assert all(path.stat().st_size <= 2000 for path in tmp_path.iterdir())
+    assert sorted(episode.seed for episode in read_episodes(tmp_path)) == list(range(12))
+
+
 async def test_recording_of_endless_episode_is_limited(tmp_path: Path) -> None:
     core, recorder = make_recording_core(tmp_path / "r.jsonl", max_episode_bytes=600)
     session = await core.open(OpenArgs(ResetArgs(seed=1)))

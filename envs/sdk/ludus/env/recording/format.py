@@ -189,7 +189,8 @@ class RecordingFile:
         try:
             if self._file is None:
                 self._file = self._open_file()
-            elif self._file.tell() + len(line) > self._max_bytes:
+            num_bytes = self._file.tell()
+            if num_bytes and num_bytes + len(line) > self._max_bytes:
                 self._rename_full_file()
                 self._file = self._open_file()
             self._file.write(line + b"\n")
