@@ -250,6 +250,8 @@ def test_cliff_walking_goal_is_success_despite_negative_rewards() -> None:
     transition = play_to_final_step("CliffWalking-v1", [up, *[right] * 11, down])
     assert (transition.terminated, transition.success) == (True, True)
     assert play_to_final_step("CliffWalking-v1", [up], max_episode_steps=5).success is False
+    final_step = play_to_final_step("CliffWalkingSlippery-v1", [up], max_episode_steps=5)
+    assert final_step.success is False
 
 
 def test_taxi_episode_that_is_truncated_is_not_a_success() -> None:
@@ -334,6 +336,7 @@ def test_rendered_board_marks_the_player() -> None:
         ("FrozenLake-v1", {"is_slippery": False}, False),
         ("CliffWalking-v1", {}, False),
         ("CliffWalking-v1", {"is_slippery": True}, True),
+        ("CliffWalkingSlippery-v1", {}, True),
         ("CartPole-v1", {}, False),
     ],
 )

@@ -38,7 +38,7 @@ def find_guide(base_name: str) -> Guide:
     """Return the guide to an environment by its name without module, namespace and version."""
     if base_name.partition("-")[0] in ("MiniGrid", "BabyAI"):
         return _GRID_WORLD_GUIDE
-    return GUIDES.get(base_name.removesuffix("8x8"), Guide())
+    return GUIDES.get(base_name.removesuffix("8x8").removesuffix("Slippery"), Guide())
 
 
 def _fill(template: str, *names: str) -> tuple[str, ...]:

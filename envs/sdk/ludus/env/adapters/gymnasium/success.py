@@ -45,8 +45,10 @@ def find_success(
         case "FrozenLake" | "FrozenLake8x8":
             frozen_lake: Any = environment.unwrapped
             return bool(frozen_lake.desc.flat[frozen_lake.s] == b"G")
-        case "Taxi" | "CliffWalking" | "MountainCar" | "MountainCarContinuous" | "Acrobot":
+        case "Taxi" | "CliffWalking" | "CliffWalkingSlippery":
             return is_terminated  # these terminate only at the goal
+        case "MountainCar" | "MountainCarContinuous" | "Acrobot":
+            return is_terminated
         case "Blackjack":
             return last_reward > 0
     if spec.reward_threshold is None:
