@@ -133,6 +133,11 @@ def set_adapters_enabled(model: nn.Module, is_enabled: bool) -> None:
     for module in model.modules():
         if isinstance(module, BaseTunerLayer):
             module.enable_adapters(is_enabled)
+    # peft also freezes disabled adapters. The first forward pass may be without adapters, and FSDP
+    # decides there how to reduce the gradients of all parameters that are trained.
+    for name, parameter in model.named_parameters():
+        if _ADAPTER_MARKER in name:
+            parameter.requires_grad_(True)
 
 
 def _initialize_adapter(layer: LoraLayer) -> None:
