@@ -423,8 +423,10 @@ def test_trainer_starts_as_a_module_of_the_current_python() -> None:
 
 def test_scale_reports_an_unwritable_control_file(ludus: RunCli, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "metrics.jsonl").touch()
     (tmp_path / "control.json").mkdir()
     result = ludus("scale", str(tmp_path), "--workers", "2")
     assert result.code == 2
     assert "control.json' cannot be written (Is a directory)" in " ".join(result.err.split())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "control.json"]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["config.json", "control.json", "metrics.jsonl"]
