@@ -32,7 +32,7 @@ ray.shutdown()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["default", "noset"])
+@pytest.mark.parametrize("mode", ["default", pytest.param("noset", marks=pytest.mark.long)])
 def test_actors_see_only_the_gpus_that_they_request(mode: str) -> None:
     output = subprocess.run(
         [sys.executable, "-c", PROGRAM, mode],

@@ -145,5 +145,6 @@ def check_different_models(rank: int, folder: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_all_ranks_take_the_same_decision(tmp_path: Path) -> None:
     mp.spawn(check_different_models, args=(str(tmp_path),), nprocs=2)
