@@ -45,8 +45,9 @@ def find_success(
         case "FrozenLake" | "FrozenLake8x8":
             frozen_lake: Any = environment.unwrapped
             return bool(frozen_lake.desc.flat[frozen_lake.s] == b"G")
+        # These terminate only at the goal.
         case "Taxi" | "CliffWalking" | "CliffWalkingSlippery":
-            return is_terminated  # these terminate only at the goal
+            return is_terminated
         case "MountainCar" | "MountainCarContinuous" | "Acrobot":
             return is_terminated
         case "Blackjack":
