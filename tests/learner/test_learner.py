@@ -335,12 +335,19 @@ def test_compiled_layers_produce_the_same_gradient_norm(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_completion_scores_equal_the_log_probs_of_the_model(model_path: str) -> None:
-    canary = ScoringRequest([5, 9, 17, 33], [44, 12, 2])
-    [scores] = make_learner(model_path).score_completions([canary])
+    """Test a prompt with two completions, another with the same beginning, and a request twice."""
+    requests = [
+        ScoringRequest([5, 9, 17, 33], [44, 12, 2]),
+        ScoringRequest([5, 9, 17, 33], [44, 2]),
+        ScoringRequest([5, 9, 7, 33], [12]),
+        ScoringRequest([5, 9, 17, 33], [44, 12, 2]),
+    ]
+    all_scores = make_learner(model_path).score_completions(requests)
     model = AutoModelForCausalLM.from_pretrained(model_path)
-    tokens = torch.tensor([canary.prompt_ids + canary.completion_ids])
-    logprobs = model(tokens).logits.log_softmax(-1)[0, 3:6].gather(1, tokens[0, 4:, None])[:, 0]
-    assert scores == pytest.approx(logprobs.tolist(), abs=1e-5)
+    for request, scores in zip(requests, all_scores, strict=True):
+        tokens = torch.tensor([request.prompt_ids + request.completion_ids])
+        logprobs = model(tokens).logits.log_softmax(-1)[0, 3:-1].gather(1, tokens[0, 4:, None])
+        assert scores == pytest.approx(logprobs[:, 0].tolist(), abs=1e-5)
 
 
 def test_missing_model_raises_not_found_error(tmp_path: Path) -> None:

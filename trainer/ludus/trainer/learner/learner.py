@@ -34,6 +34,7 @@ from ludus.proto.config import (
 )
 from ludus.trainer.core.streams import Stream, seed_torch
 from ludus.trainer.core.types import Batch, Coefficients, SavedFile, ScoringRequest, TrainingSample
+from ludus.trainer.data.batch import collate
 from ludus.trainer.learner import lora
 from ludus.trainer.learner.abandonment import StepAbandonedError, StepAbandonment
 from ludus.trainer.learner.actor_critic import ActorCritic
@@ -44,7 +45,6 @@ from ludus.trainer.learner.micro_batches import (
     MicroBatchConfig,
     make_micro_batches,
     make_unscored_sample,
-    pack_one_micro_batch,
     split_samples,
 )
 from ludus.trainer.learner.model import (
@@ -68,8 +68,6 @@ from ludus.trainer.learner.step_metrics import (
 from ludus.trainer.learner.tree_check import can_pack_trees
 from ludus.trainer.learner.weight_export import MAX_FILE_BYTES
 from ludus.trainer.models.load import load_policy_tokenizer
-
-_REQUESTS_PER_PASS = 64
 
 
 class Learner:
@@ -206,17 +204,20 @@ class Learner:
     @torch.no_grad()
     def score_completions(self, requests: Sequence[ScoringRequest]) -> list[list[float]]:
         """Return the log-probs of each completion under the policy, at temperature 1."""
-        samples = list(map(_make_scoring_sample, requests))
-        scores: list[list[float]] = []
-        for start in range(0, len(samples), _REQUESTS_PER_PASS):
-            micro_batch = pack_one_micro_batch(samples[start : start + _REQUESTS_PER_PASS])
+        if not requests:
+            return []
+        batch = collate(list(map(_make_scoring_sample, requests)))
+        # Each rank scores all requests.
+        config = replace(self._micro_batch_config, rank=0, num_ranks=1)
+        scores: dict[int, list[float]] = {}
+        for micro_batch in make_micro_batches(batch, np.arange(batch.num_samples), config):
             micro_batch = micro_batch.to(self._device)
             output: PolicyOutput = self._policy(micro_batch.rows, temperature=1.0)
             logprobs = micro_batch.gather_samples(output.logprobs)
-            pairs = zip(logprobs, micro_batch.mask, strict=True)
-            scores += [row[mask].tolist() for row, mask in pairs]
+            rows = zip(micro_batch.sample_ids.tolist(), logprobs, micro_batch.mask, strict=True)
+            scores |= {sample_id: row[mask].tolist() for sample_id, row, mask in rows}
         self.model.reshard()
-        return scores
+        return [scores[sample_id] for sample_id in range(len(requests))]
 
     def measure_rounding(
         self, requests: Sequence[ScoringRequest], logprobs: Sequence[Sequence[float]]
