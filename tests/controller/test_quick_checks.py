@@ -52,6 +52,11 @@ MISTAKES: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "did you mean 'optimal'?",
     ),
+    "passed_function": (
+        "eval",
+        {"rollout": "given:play"},
+        "environment.rollout = 'given:play': this function was passed by the program",
+    ),
     "address": (
         "check",
         {"kind": "remote", "address": "http://host:70000", "package": None, "options": None},

@@ -89,7 +89,7 @@ def _check_quickly(run: AnyRunConfig, resume: Resume, *, makes_environments: boo
 
 
 def _evaluate(args: argparse.Namespace) -> None:
-    from ludus.trainer.run.checkpoint import find_checkpoint
+    from ludus.trainer.setup.quick_checks import check_functions
 
     options = {"num_games": args.games, "temperature": args.temperature}
     changes = [f"eval.{name}={value}" for name, value in options.items() if value is not None]
@@ -98,6 +98,10 @@ def _evaluate(args: argparse.Namespace) -> None:
         # The user asks for this number of episodes, whatever the number of tasks.
         unlimited_eval = run.eval.model_copy(update={"max_games_per_task": None})
         run = run.model_copy(update={"eval": unlimited_eval})
+    if isinstance(run, LanguageModelRun):
+        check_functions(run)
+    from ludus.trainer.run.checkpoint import find_checkpoint  # imports torch, which takes seconds
+
     if args.run_dir is not None:
         run_location = {"name": args.run_dir.name, "output_dir": str(args.run_dir.parent)}
         run = run.model_copy(update=run_location)
