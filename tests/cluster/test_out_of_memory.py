@@ -42,7 +42,7 @@ def make_run(num_minibatches: int = 1) -> LanguageModelRun:
 
 
 def fail_once(phase: str) -> Callable[[object], None]:
-    """Return a function that lets a rank run out of memory once, in a phase of its next step."""
+    """Return a function that makes a rank run out of memory once, in a phase of its next step."""
 
     def add_hook(actor: object) -> None:
         import torch
@@ -66,7 +66,7 @@ def fail_once(phase: str) -> Callable[[object], None]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def learners(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LearnerGroup]:
-    """Yield two ranks in a Ray of this machine."""
+    """Yield a learner with two ranks, in a Ray on this machine."""
     model_path = make_policy_folder(tmp_path_factory.mktemp("model"))
     run = make_run()
     async with place_in_ray(run, Roles.RANKS) as placement:
@@ -82,7 +82,7 @@ async def train(learners: LearnerGroup, step: int) -> StepMetrics:
     return metrics
 
 
-async def inject(learners: LearnerGroup, rank: int, phase: str) -> None:
+async def inject_failure(learners: LearnerGroup, rank: int, phase: str) -> None:
     await learners.ranks[rank].__ray_call__.remote(fail_once(phase))
 
 
@@ -99,9 +99,9 @@ async def test_step_is_trained_again_in_smaller_micro_batches(
     losses = []
     for step in range(NUM_STEPS):
         if step == 2:
-            await inject(learners, 1, "forward")
+            await inject_failure(learners, 1, "forward")
         if step == 3:
-            await inject(learners, 0, "backward")
+            await inject_failure(learners, 0, "backward")
         losses.append((await train(learners, step)).loss)
     assert losses == pytest.approx(expected_losses, abs=1e-5)
     assert learners.reduced_max_tokens == MAX_TOKENS // 4
@@ -110,15 +110,15 @@ async def test_step_is_trained_again_in_smaller_micro_batches(
 
     # An update that only some ranks made cannot be repeated. The checkpoint is still usable.
     await learners.save(tmp_path / "state", tmp_path / "model")
-    await inject(learners, 1, "optimizer")
-    with pytest.raises(LearnerLostError, match="after the first update of the step"):
+    await inject_failure(learners, 1, "optimizer")
+    with pytest.raises(LearnerLostError, match="cannot be trained again after its first update"):
         await train(learners, NUM_STEPS)
     await learners.restart(tmp_path / "state")
     assert isinstance(await train(learners, NUM_STEPS), StepMetrics)
 
-    # The next halves would be smaller than the longest sequence.
-    await inject(learners, 1, "forward")
-    with pytest.raises(ConfigError, match=r"single sequence.*activation_checkpointing = true"):
+    # Half of the limit would be less than the longest sequence.
+    await inject_failure(learners, 1, "forward")
+    with pytest.raises(ConfigError, match=r"longest sequence.*activation_checkpointing = true"):
         await train(learners, NUM_STEPS + 1)
 
 
@@ -131,7 +131,7 @@ def test_resumed_learner_keeps_a_smaller_limit(
     assert group.reduced_max_tokens == expected
 
 
-def test_limit_is_halved_until_each_micro_batch_is_one_sequence() -> None:
+def test_limit_is_halved_down_to_the_longest_sequence() -> None:
     batch, error = make_batch(num_samples=24), torch.OutOfMemoryError("CUDA out of memory")
     longest, num_tokens = (
         int(value) for value in (batch.sequences.lengths.max(), batch.sequences.lengths.sum())
@@ -158,7 +158,7 @@ def test_limit_is_halved_until_each_micro_batch_is_one_sequence() -> None:
         (RuntimeError("gloo: connection closed by peer"), False),
     ],
 )
-def test_errors_without_memory_are_known(error: RuntimeError, expected: bool) -> None:
+def test_out_of_memory_errors_are_recognized(error: RuntimeError, expected: bool) -> None:
     assert is_out_of_memory(error) == expected
 
 
@@ -168,13 +168,15 @@ async def test_stop_during_the_replacement_abandons_the_step(
     run = make_run()
     group = LearnerGroup(run, place_on_one_machine(run))
 
-    async def run_out_of_memory(*_: object) -> None:
+    async def run_out_of_memory(method: str, *_: object) -> None:
+        assert method == "train_step", "a rank that starts has no step to abandon"
         raise LearnerMemoryError("learner rank 0 ran out of memory", 64)
 
     async def request_stop(_: LearnerMemoryError) -> None:
+        group.ranks = [object()]  # a rank that starts
         await group.abandon_step(discards_state=False)
 
     monkeypatch.setattr(group, "_call_all", run_out_of_memory)
-    monkeypatch.setattr(group, "_train_in_smaller_micro_batches", request_stop)
+    monkeypatch.setattr(group, "_replace_ranks", request_stop)
     outcome = await group.train_step(make_batch(), COEFFICIENTS)
     assert outcome == AbandonedStep(is_restored=True)

@@ -108,7 +108,7 @@ class SimulatedLearner:
     num_restarts: int = 0
     reduced_max_tokens: int | None = None
     wait_for_fetches: Callable[[], Awaitable[None]] | None = None
-    """Function that the latest step got."""
+    """Argument of the latest step."""
     has_several_updates: bool = False
     """True if a step that has begun can only be abandoned with a restore point."""
     has_restore_point: bool = False

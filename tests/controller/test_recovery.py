@@ -310,7 +310,7 @@ async def test_entropy_control_continues_after_a_stop_and_a_lost_learner(tmp_pat
     assert coefficients == pytest.approx([0.1 * step for step in range(NUM_STEPS)])
 
 
-async def test_learner_replaces_ranks_after_the_delivery_and_checkpoints_the_limit(
+async def test_learner_replaces_ranks_after_the_delivery_and_saves_the_limit(
     tmp_path: Path,
 ) -> None:
     run, delivered_versions, versions_at_step = make_run(tmp_path), [], []

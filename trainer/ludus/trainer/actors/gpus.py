@@ -1,8 +1,8 @@
 """The GPUs that the process of an actor sees: exactly those that Ray reserved for the actor.
 
-Without a reservation, Ray shows a process all GPUs of the machine, and with
-RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES it always does. Then all workers would use the first
-GPU, and two ranks could name the same GPU, which NCCL refuses.
+Ray shows a process all GPUs of the machine if the actor reserved none, and always if
+RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set. All workers would then use the first GPU, and
+two ranks could select the same GPU, which NCCL refuses.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def limit_visible_gpus() -> None:
 
 
 def use_expandable_segments() -> None:
-    """Let torch extend its memory segments, unless the environment configures its allocator.
+    """Let torch extend its memory segments, unless a variable configures the allocator of torch.
 
-    Rows have different shapes in each micro-batch. Segments of fixed size would be fragmented.
+    The shapes of rows differ between micro-batches, which would fragment segments of fixed size.
     """
     if not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
         os.environ[_ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"

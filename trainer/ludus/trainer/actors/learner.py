@@ -93,7 +93,7 @@ class LearnerActor:
         self._learner = Learner(self._run, model_path)
         self._store = make_store(weights) if self._rank == 0 else None
         if has_gpu:
-            # A worker that shares the GPU may use the memory that only the load needed.
+            # Free the memory that only loading needed, for a worker that shares the GPU.
             torch.cuda.empty_cache()
         self._published_dtype = weights.choose_dtype(self._run.learner.dtype)
         freeze_heap()
@@ -188,7 +188,7 @@ class LearnerGroup(Learners):
         folder_token: FolderToken | None = None,
         reduced_max_tokens: int | None = None,
     ) -> None:
-        """`reduced_max_tokens` is the value with which the run was stopped before."""
+        """`reduced_max_tokens` is the value in the checkpoint from which the run resumes."""
         self._run = run
         self._placement = placement
         self._folder_token = folder_token
@@ -197,6 +197,8 @@ class LearnerGroup(Learners):
         self._step_id = 0
         self._is_abandoned = False
         """True if the driver requested to abandon the current step."""
+        self._is_replacing_ranks = False
+        """True while new ranks start, which have no step to abandon."""
         self._reduced_max_tokens: int | None = None
         if reduced_max_tokens is not None:
             self._limit_micro_batches(reduced_max_tokens)
@@ -242,7 +244,7 @@ class LearnerGroup(Learners):
         keeps_restore_point: bool = False,
         wait_for_fetches: Callable[[], Awaitable[None]] | None = None,
     ) -> StepMetrics | AbandonedStep:
-        self._is_abandoned = False
+        self._is_abandoned = self._is_replacing_ranks = False
         while not self._is_abandoned:
             self._step_id += 1
             try:
@@ -252,12 +254,14 @@ class LearnerGroup(Learners):
             except LearnerMemoryError as error:
                 if wait_for_fetches is not None:
                     await wait_for_fetches()
-                await self._train_in_smaller_micro_batches(error)
+                self._is_replacing_ranks = True
+                await self._replace_ranks(error)
+                self._is_replacing_ranks = False
         return AbandonedStep(is_restored=True)
 
     async def abandon_step(self, *, discards_state: bool) -> None:
         self._is_abandoned = True
-        if self.ranks:  # otherwise they are being replaced
+        if self.ranks and not self._is_replacing_ranks:
             await self._call_all("abandon_step", self._step_id, discards_state)
 
     async def publish(self, version: int, canary: Sequence[ScoringRequest]) -> PublishedWeights:
@@ -293,28 +297,33 @@ class LearnerGroup(Learners):
         for rank in ranks:
             ray.kill(rank)
 
-    async def _train_in_smaller_micro_batches(self, error: LearnerMemoryError) -> None:
-        """Replace all ranks, with the state from before the step and with smaller micro-batches.
+    async def _replace_ranks(self, error: LearnerMemoryError) -> None:
+        """Replace all ranks by ranks with smaller micro-batches and the state before the step.
 
         Raises:
-            LearnerLostError: a rank has changed its state, or does not return it.
+            LearnerLostError: a rank has changed its state in the step, or does not return its
+                state.
         """
         old_limit = self._run.learner.max_tokens_per_micro_batch
         self._limit_micro_batches(error.max_tokens)
         warn_user(
             f"{error}; training the step again with learner.max_tokens_per_micro_batch = "
-            f"{error.max_tokens} instead of {old_limit}; set it in the configuration to save this "
-            "time in the next run"
+            f"{error.max_tokens} instead of {old_limit}; set the new value in the configuration, "
+            "so that the next run does not repeat the step"
         )
         # Only references to the copies pass through this process.
         copies = [rank.copy_start_of_step.options(num_returns=2).remote() for rank in self.ranks]
-        has_copies = await self._wait("copy_start_of_step", [flag for flag, _ in copies])
+        has_copies = await self._gather_results("copy_start_of_step", [flag for flag, _ in copies])
         self.close()
         if not all(has_copies):
-            raise LearnerLostError(f"{error}, after the first update of the step")
+            raise LearnerLostError(
+                f"{error}; the step cannot be trained again after its first update of the weights"
+            )
         await self.start(self._model_path, self._weights)
         pairs = zip(self.ranks, copies, strict=True)
-        await self._wait("restore", [rank.restore.remote(copy) for rank, (_, copy) in pairs])
+        await self._gather_results(
+            "restore", [rank.restore.remote(copy) for rank, (_, copy) in pairs]
+        )
 
     def _limit_micro_batches(self, max_tokens: int) -> None:
         """Use at most this number of tokens per micro-batch in processes that start later."""
@@ -331,9 +340,11 @@ class LearnerGroup(Learners):
     async def _call(self, method: str, ranks: Sequence[ActorHandle], *args: object) -> list[Any]:
         if not ranks:
             raise LearnerLostError("the learner's ranks were lost and have not been restarted")
-        return await self._wait(method, [getattr(rank, method).remote(*args) for rank in ranks])
+        return await self._gather_results(
+            method, [getattr(rank, method).remote(*args) for rank in ranks]
+        )
 
-    async def _wait(self, method: str, calls: Sequence[ray.ObjectRef]) -> list[Any]:
+    async def _gather_results(self, method: str, calls: Sequence[ray.ObjectRef]) -> list[Any]:
         """Return the results of a method's calls, in the order of the ranks."""
         description, setting = f"the learner's '{method}'", "training.learner_timeout_s"
         timeout_s = self._run.training.learner_timeout_s

@@ -59,7 +59,7 @@ class Learners(Protocol):
 
     @property
     def reduced_max_tokens(self) -> int | None:
-        """Number of tokens per micro-batch after a rank ran out of memory; None if none did."""
+        """Limit of tokens per micro-batch since a rank ran out of memory; None if none did."""
 
     async def train_step(
         self,
@@ -76,8 +76,9 @@ class Learners(Protocol):
         Args:
             keeps_restore_point: whether the whole step can be abandoned, at the cost of main
                 memory.
-            wait_for_fetches: function that returns when all workers have fetched the published
-                weights, which may be lost with the ranks that a lack of memory replaces.
+            wait_for_fetches: function that waits until all workers have fetched the published
+                weights. It is called before ranks are replaced, because the weights may be lost
+                with the old ranks.
         """
 
     async def abandon_step(self, *, discards_state: bool) -> None:

@@ -103,8 +103,8 @@ class RolloutWorkerActor:
     async def start(self, spec: RolloutWorkerSpec) -> str:
         """Load the engine and connect to the environments; return the id of this node.
 
-        The engine may take minutes, during which the event loop responds, and no idle session
-        waits in an environment.
+        The engine may take minutes to load. Meanwhile, the event loop responds, and no environment
+        has an idle session.
 
         Raises:
             ConfigError: this node cannot access the run folder, or cannot run the engine.
@@ -130,7 +130,7 @@ class RolloutWorkerActor:
         return ray.get_runtime_context().get_node_id()
 
     def _load_engine(self, spec: RolloutWorkerSpec, tokenizer: ChatTokenizer) -> Engine:
-        torch.set_num_threads(self._num_threads)  # a thread's own setting
+        torch.set_num_threads(self._num_threads)  # applies to the current thread only
         device = choose_reserved_device(
             spec.run.rollout.num_gpus_per_worker, "rollout.num_gpus_per_worker"
         )

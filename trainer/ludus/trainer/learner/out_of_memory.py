@@ -1,4 +1,4 @@
-"""The reaction of a learner that runs out of memory in a training step.
+"""Recovery of a learner that ran out of memory in a training step.
 
     a rank       raises LearnerMemoryError, with a smaller limit for micro-batches
     other ranks  may wait for it in a collective, forever
@@ -22,7 +22,7 @@ from ludus.proto.errors import ConfigError, LearnerMemoryError
 from ludus.trainer.core.types import Batch
 
 _MEMORY_MESSAGES = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
-"""Parts of the messages of errors that libraries under torch raise without memory on a GPU."""
+"""Parts of the error messages of libraries under torch when a GPU has no memory left."""
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
@@ -38,21 +38,21 @@ def make_memory_error(
     """Return the error of a rank that ran out of memory in a step on a batch.
 
     Returns:
-        a LearnerMemoryError with half the tokens per micro-batch; a ConfigError if a micro-batch
-        cannot be smaller, because it contains a single sequence.
+        a LearnerMemoryError with half the tokens per micro-batch; a ConfigError if the limit
+        cannot be lower, because the longest sequence must fit in a micro-batch.
     """
     reason = str(error).partition("\n")[0]
     lengths = batch.sequences.lengths
     longest = int(lengths.max())
     num_parts = config.num_minibatches * config.num_ranks
-    # A limit above the tokens of a minibatch has no effect, so its half may have none either.
+    # A limit above a rank's share of a minibatch has no effect, and half of it may have none.
     limit = min(config.max_tokens_per_micro_batch, math.ceil(int(lengths.sum()) / num_parts))
     if limit > longest:
         return LearnerMemoryError(
             f"learner rank {rank} ran out of memory: {reason}", max(limit // 2, longest)
         )
     return ConfigError(
-        f"learner rank {rank} ran out of memory, although each micro-batch contains a single "
-        f"sequence of at most {longest} tokens: {reason}; set learner.activation_checkpointing = "
-        "true, lower rollout.max_tokens, raise learner.num_ranks, or give each rank more of a GPU"
+        f"learner rank {rank} ran out of memory, although a micro-batch has at most the {longest} "
+        f"tokens of the longest sequence: {reason}; set learner.activation_checkpointing = true, "
+        "lower rollout.max_tokens, raise learner.num_ranks, or give each rank more of a GPU"
     )

@@ -105,7 +105,7 @@ class RunState(SavedState):
     the checkpoint from which it restarted."""
     max_staleness_seen: int = 0
     reduced_max_tokens: int | None = None
-    """Number of tokens per micro-batch after the learner ran out of memory; None if it did not."""
+    """Limit of tokens per micro-batch since a learner rank ran out of memory; None if none did."""
 
     def end_step(self, algorithm: AlgorithmConfig, entropy: float) -> None:
         """Count a trained step of this entropy."""
