@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from ludus.trainer.compat.gymformer.rl.transformers_nn import LMActorNetwork, LMCriticNetwork
 from tests.compat.tiny_models import tiny_model
@@ -79,6 +79,22 @@ def test_pad_token_id_none_disables_padding(model_folder: str) -> None:
 
 def test_float_token_ids_are_accepted(actor: LMActorNetwork) -> None:
     torch.testing.assert_close(actor(torch.tensor([5.0, 6.0])), actor(torch.tensor([5, 6])))
+
+
+def test_critic_can_be_a_model_with_experts(tmp_path: Path) -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=300,
+        hidden_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_experts=2,
+        num_experts_per_tok=1,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    critic = LMCriticNetwork(str(tmp_path), pad_token_id=PAD_ID)
+    assert critic(torch.tensor([[5, 6]])).tolist() == [[0.0]]
 
 
 @pytest.mark.slow

@@ -43,7 +43,7 @@ _TOKENIZER_FILES = ("*token*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
 """Names of which every tokenizer has at least one."""
 _CLASSIFIER_SUFFIX = "ForSequenceClassification"
 _CLASSIFIER_HEAD = "score."
-"""Prefix of the names of a classifier's head."""
+"""Prefix of the names of the weights in a classifier's head."""
 _FAST_TOKENIZER_CLASS = "TokenizersBackend"
 """Class name that transformers saves for a tokenizer whose tokenizer.json is complete."""
 
@@ -146,7 +146,7 @@ def load_sequence_classifier(
             transformers.AutoModelForSequenceClassification,
             path,
             prepare,
-            may_miss=_CLASSIFIER_HEAD if allows_new_head else None,
+            optional_prefix=_CLASSIFIER_HEAD if allows_new_head else None,
             num_labels=1,
             dtype=dtype,
             local_files_only=is_local,
@@ -289,12 +289,12 @@ def _load_weights(
     auto_class: Any,
     path: str | Path,
     prepare: Prepare | None,
-    may_miss: str | None = None,
+    optional_prefix: str | None = None,
     **arguments: Any,
 ) -> PreTrainedModel:
     """Load a model with one of transformers' automatic classes.
 
-    `may_miss` is the prefix of weights that the files need not contain.
+    `optional_prefix` is a prefix of the names of weights that the files need not contain.
 
     Raises:
         ValueError: the files do not contain all weights.
@@ -309,7 +309,7 @@ def _load_weights(
         missing_names.extend(
             name
             for name in sorted(loading_info["missing_keys"])
-            if may_miss is None or not name.startswith(may_miss)
+            if optional_prefix is None or not name.startswith(optional_prefix)
         )
         return model
 

@@ -4,7 +4,7 @@
                                              |      ^
                                          `prepare` shards it
 
-transformers reads only a rank's rows of each sharded parameter, fuses experts if the model needs
+transformers reads only this rank's rows of each sharded parameter, fuses experts if the model needs
 it, and fills buffers that no file contains.
 """
 
@@ -41,8 +41,8 @@ def load_prepared(load: Callable[..., PreTrainedModel], prepare: Prepare) -> Pre
     """Return the model of `load`, after `prepare` was called with it.
 
     `prepare` gets the model while its parameters are on the meta device. Parameters that `prepare`
-    adds with data keep this data. If the model's rows are not rows of its files, each rank reads
-    the whole model first.
+    adds with data keep this data. If the rows of a parameter are not rows of the files, each rank
+    reads the whole model first.
 
     Args:
         load: function that passes its keyword arguments to `from_pretrained`.
@@ -51,7 +51,7 @@ def load_prepared(load: Callable[..., PreTrainedModel], prepare: Prepare) -> Pre
 
     def prepare_without_data(model: PreTrainedModel) -> None:
         nonlocal is_prepared
-        if _has_other_rows_than_files(model):
+        if _needs_whole_model(model):
             _log.warning(
                 "the weights of %s are converted when they are read, so each learner rank holds "
                 "the whole model until it is sharded",
@@ -62,7 +62,7 @@ def load_prepared(load: Callable[..., PreTrainedModel], prepare: Prepare) -> Pre
             is_prepared = True
 
     with _call_before_reading(prepare_without_data) as arguments, warnings.catch_warnings():
-        # transformers fills weights that no file contains, which are refused afterwards.
+        # transformers draws weights that no file contains; the caller refuses them afterwards.
         warnings.filterwarnings("ignore", message="DTensor random operators")
         model = load(**arguments)
     if not is_prepared:
@@ -74,9 +74,9 @@ def load_prepared(load: Callable[..., PreTrainedModel], prepare: Prepare) -> Pre
 def _call_before_reading(function: Prepare) -> Iterator[dict[str, Any]]:
     """Call `function` with the model that `from_pretrained` builds in this context.
 
-    Yields the arguments for `from_pretrained`. They request no parallelism, but with them
-    transformers calls its hook for a parallel model, which is replaced here. Only one model may be
-    loaded in a process at a time.
+    Yields the arguments for `from_pretrained`. They request no parallelism, but make transformers
+    call its hook for parallel models, which this context replaces. Only one model may be loaded in
+    a process at a time.
     """
     handles = []
 
@@ -92,20 +92,20 @@ def _call_before_reading(function: Prepare) -> Iterator[dict[str, Any]]:
     try:
         yield {"distributed_config": DistributedConfig()}
     finally:
-        # The original is in a base class.
+        # Uncover the original, which a base class defines.
         del PreTrainedModel.maybe_distribute_model
         for handle in handles:
             handle.remove()
 
 
 def _remove_entries_with_data(_: nn.Module, state: dict[str, Any], *__: Any) -> None:
-    """Hide parameters with data from transformers, which would search them in the files."""
+    """Hide parameters with data from transformers, which would look for them in the files."""
     for name in [name for name, tensor in state.items() if tensor.device.type != "meta"]:
         del state[name]
 
 
-def _has_other_rows_than_files(model: PreTrainedModel) -> bool:
-    """Return whether a rank's rows of a parameter are not the same rows of tensors in a file."""
+def _needs_whole_model(model: PreTrainedModel) -> bool:
+    """Return whether transformers cannot read a rank's rows of a parameter alone."""
     return any(
         isinstance(conversion, WeightConverter)
         and (
@@ -121,7 +121,7 @@ def _leaves_rank_without_rows(model: PreTrainedModel, conversion: WeightConverte
 
     transformers cannot convert an empty list of tensors.
     """
-    num_ranks = dist.get_world_size()
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     return any(
         math.ceil(len(parameter) / num_ranks) * (num_ranks - 1) >= len(parameter)
         for name, parameter in model.named_parameters()

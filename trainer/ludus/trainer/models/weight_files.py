@@ -28,7 +28,7 @@ def find_weight_problem(folder: Path) -> str | None:
         return f"{index_file.name} cannot be read ({error})"
     for path in sorted(folder.glob("*.safetensors")):
         try:
-            # Opening a file checks that it has the size that its header says.
+            # Opening a file checks its size against its header.
             with safe_open(path, framework="pt"):
                 pass
         except (SafetensorError, OSError) as error:

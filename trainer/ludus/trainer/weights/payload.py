@@ -144,7 +144,7 @@ def encode_payload(payload: Payload) -> list[np.ndarray]:
 
 
 def encode_file_start(tensors: StateDict, metadata: Mapping[str, str]) -> bytes:
-    """Return the length and the header of the file with these tensors, which need no data."""
+    """Return a file's bytes before its tensors: length and header. The tensors need no data."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name, tensor in tensors.items():
