@@ -32,13 +32,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ludus.env.security.tokens import (
-    FOREIGN_HOST,
-    FOREIGN_ORIGIN,
-    is_allowed_host,
-    is_loopback_name,
-    is_loopback_origin,
-)
+from ludus.env.security.tokens import is_allowed_host, is_loopback_name, is_loopback_origin
 from ludus.env.types import JsonObject
 from ludus.proto.config import PrometheusSink, RecordedRun
 from ludus.proto.errors import ConfigError
@@ -61,6 +55,10 @@ NO_OPPONENT = "environment"
 """Value of the label `opponent` if the environment's options name no opponent."""
 _IDLE_TIMEOUT_S = 10.0
 """Time after which the server closes an idle connection, which would occupy a thread."""
+_REFUSAL = (
+    b"the metrics of this run are for programs of this machine, under the host names localhost, "
+    b"127.0.0.1 and [::1]; set metrics.prometheus.host to listen on another address"
+)
 _HASH_DIGITS = 12
 """Number of exported hexadecimal digits of a content hash; a float64 represents them exactly."""
 _ENVIRONMENT_LABELS = ("environment", "opponent")
@@ -241,15 +239,11 @@ def _refuse_foreign_pages(app: WSGIApplication) -> WSGIApplication:
     """Return an application that refuses requests with hosts or origins of other machines."""
 
     def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        refusal = ""
-        if not is_allowed_host(environ.get("HTTP_HOST", "localhost"), ()):
-            refusal = FOREIGN_HOST
-        elif not is_loopback_origin(environ.get("HTTP_ORIGIN", "http://localhost")):
-            refusal = FOREIGN_ORIGIN
-        if not refusal:
+        has_local_host = is_allowed_host(environ.get("HTTP_HOST", "localhost"), ())
+        if has_local_host and is_loopback_origin(environ.get("HTTP_ORIGIN", "http://localhost")):
             return app(environ, start_response)
         start_response("403 Forbidden", [("content-type", "text/plain; charset=utf-8")])
-        return [refusal.encode()]
+        return [_REFUSAL]
 
     return answer
 
