@@ -1,4 +1,4 @@
-"""Two ranks that load, train and export models of several kinds, and what they measured."""
+"""Two ranks that load, train and export models of several kinds, and their results."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def make_adapter_learner(model_path: str) -> Learner:
 
 
 def train_adapters(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the initial adapters; train and export them; a collective."""
+    """Train and export adapters, and return the initial adapters; a collective."""
     learner = make_adapter_learner(str(folder / "tied_embeddings"))
     adapters = learner.gather_weights()
     for parameter in learner.model.parameters():
@@ -168,7 +168,7 @@ def train_adapters(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def measure_construction(model_path: Path) -> int:
-    """Return the peak of this rank's private memory during construction, in bytes above before.
+    """Return the peak of this rank's private memory during construction, in bytes above the start.
 
     Other learners were built before, so the memory of imports does not count.
     """
@@ -201,7 +201,7 @@ def sample_private_bytes() -> Iterator[list[int]]:
 
 
 def read_private_bytes() -> int:
-    """Return the bytes of this process that no file backs."""
+    """Return the memory of this process that no file backs, in bytes."""
     status = Path("/proc/self/status").read_text()
     [line] = [line for line in status.splitlines() if line.startswith("RssAnon")]
     return int(line.split()[1]) * 1024

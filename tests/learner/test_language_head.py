@@ -89,14 +89,16 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 
 def make_rows(num_tokens: int, vocab_size: int = VOCAB_SIZE, *, num_allowed: int = 0) -> PackedRows:
     """Return rows of two sequences with `num_tokens` sampled tokens each."""
-    draw = random.Random(0)
+    generator = random.Random(0)
     samples = []
     for _ in range(2):
-        token_ids = [draw.randrange(1, vocab_size) for _ in range(num_tokens + 3)]
+        token_ids = [generator.randrange(1, vocab_size) for _ in range(num_tokens + 3)]
         sample = make_unscored_sample(token_ids, [False] * 3 + [True] * num_tokens)
         if num_allowed:
             allowed_ids = [
-                sorted({token_id, *(draw.randrange(1, vocab_size) for _ in range(num_allowed))})
+                sorted(
+                    {token_id, *(generator.randrange(1, vocab_size) for _ in range(num_allowed))}
+                )
                 for token_id in token_ids[3:]
             ]
             sample = replace(sample, allowed_ids=RaggedArray.from_rows(allowed_ids, np.int32))
@@ -107,15 +109,7 @@ def make_rows(num_tokens: int, vocab_size: int = VOCAB_SIZE, *, num_allowed: int
 def compute(policy: PolicyModel, rows: PackedRows, mode: str) -> list[Tensor]:
     """Return log-probs, entropies and the gradients of a loss of both."""
     output = policy(rows, TEMPERATURE, mode)
-    weights = torch.arange(1.0, 1.0 + len(output.logprobs), dtype=output.logprobs.dtype) / 10
-    loss = (output.logprobs * weights).sum()
-    if mode == "gradient":
-        loss = loss + (output.entropies * weights.flip(0)).sum()
-    parameters = [weight for weight in policy.parameters() if weight.requires_grad]
-    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-    outputs = [output.logprobs] if output.entropies is None else [*output[:2]]
-    results = [*outputs, *(gradient for gradient in gradients if gradient is not None)]
-    return [result.detach() for result in results]
+    return list_results(policy, output.logprobs, output.entropies, mode)
 
 
 def compute_expected(policy: PolicyModel, rows: PackedRows, mode: str) -> list[Tensor]:
@@ -129,20 +123,27 @@ def compute_expected(policy: PolicyModel, rows: PackedRows, mode: str) -> list[T
     all_logprobs = logits.log_softmax(-1)
     logprobs = all_logprobs.gather(1, rows.target_ids[:, None])[:, 0]
     entropies = -(all_logprobs.exp() * all_logprobs).sum(-1)
+    return list_results(policy, logprobs, None if mode == "none" else entropies, mode)
+
+
+def list_results(
+    policy: PolicyModel, logprobs: Tensor, entropies: Tensor | None, mode: str
+) -> list[Tensor]:
+    """Return the outputs and the gradients of a loss of both."""
     weights = torch.arange(1.0, 1.0 + len(logprobs), dtype=logprobs.dtype) / 10
     loss = (logprobs * weights).sum()
     if mode == "gradient":
+        assert entropies is not None
         loss = loss + (entropies * weights.flip(0)).sum()
     parameters = [weight for weight in policy.parameters() if weight.requires_grad]
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-    outputs = [logprobs] if mode == "none" else [logprobs, entropies]
-    results = [*outputs, *(gradient for gradient in gradients if gradient is not None)]
-    return [result.detach() for result in results]
+    tensors = (logprobs, entropies, *gradients)
+    return [tensor.detach() for tensor in tensors if tensor is not None]
 
 
 @pytest.fixture(params=[9, 1000], ids=["chunks", "one_chunk"])
 def chunk_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Let chunks have this number of positions, and use chunks for the smallest logits too."""
+    """Use chunks of this number of positions, however few the logits are."""
     monkeypatch.setattr(chunked_logprobs, "MAX_CHUNK_LOGITS", request.param * VOCAB_SIZE)
     monkeypatch.setattr(language_head, "MAX_PLAIN_LOGITS", 0)
     size: int = request.param
@@ -204,12 +205,12 @@ def test_chunks_in_bfloat16_do_not_add_to_the_rounding(monkeypatch: pytest.Monke
 
 
 class MemoryPeak(TorchDispatchMode):
-    """The largest number of bytes of all tensors that were created within the block."""
+    """The peak of the memory of all tensors that are created within the block."""
 
     def __init__(self) -> None:
         super().__init__()
         self.num_bytes = 0
-        self.peak = 0
+        self.peak_bytes = 0
         self._storages: set[int] = set()
 
     def __torch_dispatch__(
@@ -228,7 +229,7 @@ class MemoryPeak(TorchDispatchMode):
             return
         self._storages.add(address)
         self.num_bytes += size
-        self.peak = max(self.peak, self.num_bytes)
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
         weakref.finalize(storage, self._release, address, size)
 
     def _release(self, address: int, size: int) -> None:
@@ -245,7 +246,7 @@ def test_memory_for_logits_does_not_grow_with_the_positions(
     monkeypatch.setattr(chunked_logprobs, "MAX_CHUNK_LOGITS", chunk_size * vocab_size)
     config = LlamaConfig(**{**SIZES, "vocab_size": vocab_size, "max_position_embeddings": 8192})
     policy = PolicyModel(LlamaForCausalLM(config)).eval()
-    num_chunks = []
+    peaks = []
     for num_positions in (128, 512, 2048):
         rows = make_rows(num_positions // 2, vocab_size)
         hidden_states = torch.randn(num_positions + 6, SIZES["hidden_size"])
@@ -260,9 +261,9 @@ def test_memory_for_logits_does_not_grow_with_the_positions(
         compute(policy, make_rows(2, vocab_size), mode)
         with MemoryPeak() as memory:
             compute(policy, rows, mode)
-        num_chunks.append(memory.peak / (chunk_size * vocab_size * 4))
-    assert max(num_chunks) < 4
-    assert num_chunks[2] < 1.1 * num_chunks[0] + 0.2
+        peaks.append(memory.peak_bytes / (chunk_size * vocab_size * 4))
+    assert max(peaks) < 4, "a peak exceeds the logits of four chunks"
+    assert peaks[2] < 1.1 * peaks[0] + 0.2
 
 
 def test_restricted_tokens_need_the_logits_of_allowed_tokens_only(
@@ -276,4 +277,4 @@ def test_restricted_tokens_need_the_logits_of_allowed_tokens_only(
         policy(rows, 1.0)
         with MemoryPeak() as memory:
             policy(rows, 1.0, "value")
-    assert memory.peak < num_positions * vocab_size * 4 / 3
+    assert memory.peak_bytes < num_positions * vocab_size * 4 / 3

@@ -160,7 +160,7 @@ def assert_results_equal(result: TrainingResult, expected_result: TrainingResult
 
 @pytest.fixture(scope="module")
 def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train each algorithm on one and two ranks, and one on four; return the results' folder."""
+    """Train each algorithm on one and two ranks, and GRPO on four; return the results' folder."""
     folder = tmp_path_factory.mktemp("runs")
     make_policy_folder(folder / "model")
     for kind in ALGORITHMS:

@@ -67,7 +67,7 @@ def test_sharded_model_trains_like_a_whole_model(folder: Path, kind: str) -> Non
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_ranks_export_the_original_files_in_parts(folder: Path, kind: str) -> None:
+def test_ranks_export_the_original_tensors_in_several_files(folder: Path, kind: str) -> None:
     exported_folder = folder / f"{kind}-export"
     assert all(number >= 2 for number in load_results(folder)[0][kind].num_files)
     tensors, original_tensors = load_tensors(exported_folder), load_tensors(folder / kind)
@@ -126,7 +126,7 @@ def test_truncated_file_is_named(split_folder: Path, dtype: str) -> None:
 def test_missing_file_is_named(split_folder: Path) -> None:
     path = sorted(split_folder.glob("*.safetensors"))[1]
     path.unlink()
-    with pytest.raises(NotFoundError, match=rf"{path.name}"):
+    with pytest.raises(NotFoundError, match=path.name):
         make_learner(str(split_folder), dtype="bfloat16")
 
 

@@ -1,4 +1,4 @@
-"""Packed trees are refused for models that compute them wrongly, and only for these."""
+"""Packed trees are refused for all models that compute them incorrectly, and for no others."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def make_config(config_class: type[PretrainedConfig], **changes: object) -> Pret
 
 
 class MaskIgnoringModel(Qwen2ForCausalLM):
-    """A model that computes causal attention whatever mask it gets."""
+    """A model that ignores the mask and computes causal attention."""
 
     def forward(self, **inputs: Any) -> Any:
         return super().forward(**inputs | {"attention_mask": None})
 
 
 class PositionIgnoringModel(Qwen2ForCausalLM):
-    """A model whose positions are always the columns of a row."""
+    """A model that ignores the positions and uses the columns of a row."""
 
     def forward(self, **inputs: Any) -> Any:
         return super().forward(**inputs | {"position_ids": None})
@@ -88,7 +88,7 @@ class RecurrentModel(Qwen2ForCausalLM):
 
 @pytest.mark.parametrize("logits_std", [0.3, 3.0, 4.0])
 @pytest.mark.parametrize(("model_class", "config_class"), CLASSES)
-def test_right_models_in_bfloat16_pack_trees(
+def test_correct_models_in_bfloat16_pack_trees(
     model_class: type[PreTrainedModel], config_class: type[PretrainedConfig], logits_std: float
 ) -> None:
     for seed in range(2):
@@ -104,7 +104,7 @@ def test_right_models_in_bfloat16_pack_trees(
 @pytest.mark.parametrize(
     "model_class", [MaskIgnoringModel, PositionIgnoringModel, SlidingWindowModel, RecurrentModel]
 )
-def test_wrong_models_do_not_pack_trees(
+def test_incorrect_models_do_not_pack_trees(
     caplog: pytest.LogCaptureFixture, model_class: type[PreTrainedModel], dtype: torch.dtype
 ) -> None:
     assert not can_pack_trees([model_class(make_config(Qwen2Config)).to(dtype)], CPU)
@@ -135,7 +135,7 @@ def test_check_leaves_random_numbers_unchanged() -> None:
 
 
 def check_different_models(rank: int, folder: str) -> None:
-    """Check a right model on rank 0, and a wrong model on rank 1."""
+    """Check a correct model on rank 0, and an incorrect model on rank 1."""
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
@@ -146,5 +146,5 @@ def check_different_models(rank: int, folder: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_all_ranks_take_the_same_decision(tmp_path: Path) -> None:
+def test_all_ranks_make_the_same_decision(tmp_path: Path) -> None:
     mp.spawn(check_different_models, args=(str(tmp_path),), nprocs=2)

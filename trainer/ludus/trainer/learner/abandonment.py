@@ -77,7 +77,7 @@ class StepAbandonment:
         self._restore_point = RestorePoint(self._optimizer) if keeps_restore_point else None
 
     def end_step(self) -> None:
-        """Free the restore point; the next step starts with the present state."""
+        """Free the restore point; the next step starts with the current state."""
         self._restore_point, self._num_updates = None, 0
         self._request_by_step.clear()
 
@@ -89,7 +89,7 @@ class StepAbandonment:
         """Return the state from before the current step, which may be stuck in a collective.
 
         Returns:
-            None if the step has changed the weights, and keeps no restore point.
+            None if the step has changed the weights and keeps no restore point.
         """
         restore_point = self._restore_point
         if restore_point is None and self._num_updates == 0:
@@ -134,9 +134,12 @@ class RestorePoint:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._random_state = torch.get_rng_state()
-        self._weights = [_copy(parameter) for parameter in _list_parameters(optimizer)]
+        self._weights = [_copy_to_cpu(parameter) for parameter in _list_parameters(optimizer)]
         self._states = [
-            {name: _copy(value) for name, value in optimizer.state.get(parameter, {}).items()}
+            {
+                name: _copy_to_cpu(value)
+                for name, value in optimizer.state.get(parameter, {}).items()
+            }
             for parameter in _list_parameters(optimizer)
         ]
 
@@ -170,7 +173,7 @@ def _list_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _copy(tensor: Tensor) -> Tensor:
+def _copy_to_cpu(tensor: Tensor) -> Tensor:
     return _get_local_part(tensor).detach().to("cpu", copy=True)
 
 

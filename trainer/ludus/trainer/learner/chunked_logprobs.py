@@ -2,9 +2,9 @@
 
     hidden states [P, H] --> logits [C, V] of a chunk --> log-probs [E], entropies [P]
 
-The plain computation holds five tensors of size [P, V]; this one holds at most three of size
-[C, V]. Its backward pass computes the logits of each chunk again. Only the last chunk is kept for
-the backward pass, so a micro-batch of one chunk computes its logits once.
+The plain computation holds five tensors of size [P, V]; the chunked computation holds at most
+three of size [C, V]. The backward pass computes the logits of each chunk again, except those of the
+last chunk, which are kept. So the logits of a micro-batch with one chunk are computed once.
 
 Shapes: P = positions, H = inputs of a linear term, V = vocabulary, C = positions of a chunk, E =
 targets.
@@ -24,9 +24,9 @@ EntropyMode = Literal["none", "value", "gradient"]
 """Computation of the entropy: skipped, its value only, or also its gradient (slower)."""
 
 MAX_CHUNK_LOGITS = 2**27
-"""Maximum number of logits of a chunk that has several positions: 512 MiB in float32. Each
-chunk adds to the whole gradient of the weight, so small chunks should be slow on a GPU, where this
-was not measured."""
+"""Maximum number of logits of a chunk that has several positions: 512 MiB in float32. Each chunk
+adds to the whole gradient of the weight, so small chunks are probably slow on a GPU (not
+measured)."""
 
 
 class LogitTransform(NamedTuple):
@@ -80,7 +80,7 @@ class HeadTerms(NamedTuple):
 
     @classmethod
     def from_tensors(cls, bias: Tensor | None, tensors: Sequence[Tensor]) -> HeadTerms:
-        """Return the head whose terms consist of these tensors, two each."""
+        """Return the head whose terms have these tensors: inputs and weight of each term."""
         return cls([HeadTerm(*tensors[i : i + 2]) for i in range(0, len(tensors), 2)], bias)
 
     def list_chunks(self) -> list[slice]:
@@ -122,9 +122,9 @@ class Targets(NamedTuple):
     """int64 [E]"""
 
     def locate(self, chunk: slice, vocab_size: int) -> tuple[Tensor, Tensor]:
-        """Return the index [E] of each target in a chunk's logits, and whether it is there [E].
+        """Return each target's index [E] in a chunk's logits, and whether the chunk has it [E].
 
-        The index of a target outside the chunk is valid but arbitrary. A selection of the targets
+        The index of a target outside the chunk is valid but arbitrary. Selecting only the targets
         inside would make the CPU wait for the GPU.
         """
         is_inside = (self.positions >= chunk.start) & (self.positions < chunk.stop)
@@ -137,7 +137,7 @@ def compute_chunked_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probs [E] of the targets, and the entropies [P] of all positions.
 
-    The entropies are zeros if they are not needed.
+    The entropies are zeros if `entropy_mode` is "none".
     """
     tensors = [tensor for term in head.terms for tensor in term]
     logprobs, entropies = _ChunkedLogprobs.apply(
@@ -155,17 +155,18 @@ class _Calculation(NamedTuple):
 class _ChunkedLogprobs(torch.autograd.Function):
     """Log-probs [E] of the targets, and entropies [P] of all positions (zeros if not needed).
 
-    With p = softmax(z) and H = -sum(p * log p), the derivatives by the logits z are
+    With p = softmax(z) and entropy h = -sum(p * log p), the derivatives with respect to the logits
+    z are
 
         d(log p_t) / dz_v = (v == t) - p_v
-        dH / dz_v         = -p_v * (log p_v + H)
+        dh / dz_v         = -p_v * (log p_v + h)
     """
 
     @staticmethod
     def forward(
         ctx: Any, calculation: _Calculation, bias: Tensor | None, *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """`tensors` are those of the head's terms, two each."""
+        """`tensors` are the inputs and the weight of each of the head's terms."""
         head = HeadTerms.from_tensors(bias, tensors)
         transform, targets, entropy_mode = calculation
         dtype = _get_sum_dtype(tensors[0])
@@ -220,7 +221,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 
 class _HeadGradients:
-    """Gradients of a head's tensors, summed over chunks; several chunks in at least float32."""
+    """Gradients of a head's tensors. Sums over several chunks are at least float32."""
 
     def __init__(self, head: HeadTerms, is_needed: Sequence[bool]) -> None:
         """`is_needed` has an entry for the bias, then two for each term."""
@@ -231,7 +232,7 @@ class _HeadGradients:
         self._weights: list[Tensor | None] = [None] * len(head.terms)
 
     def add(self, chunk: slice, output_grads: Tensor) -> None:
-        """Add the gradients of a chunk, from those of the head's output [C, V]."""
+        """Add the gradients of a chunk, from the gradients of the head's output [C, V]."""
         if self._is_needed[0]:
             bias_grads = output_grads.sum(0)
             self._bias = bias_grads if self._bias is None else self._bias.add_(bias_grads)
@@ -245,7 +246,7 @@ class _HeadGradients:
                 self._weights[index] = _add_product(total, term_grads.T, inputs[chunk])
 
     def list_all(self) -> list[Tensor | None]:
-        """Return the gradients in the types of their tensors; those not needed are arbitrary."""
+        """Return each gradient in the type of its tensor; unneeded gradients are arbitrary."""
         weights = [
             None if total is None else total.to(term.weight.dtype)
             for term, total in zip(self._head.terms, self._weights, strict=True)
@@ -256,7 +257,7 @@ class _HeadGradients:
 
 
 def _add_product(total: Tensor | None, matrix: Tensor, factor: Tensor) -> Tensor:
-    """Return total + matrix @ factor, and overwrite `total` if it has the type of sums."""
+    """Return total + matrix @ factor in the type of sums; may overwrite `total`."""
     if total is None:
         return matrix @ factor
     total = total.to(_get_sum_dtype(total))

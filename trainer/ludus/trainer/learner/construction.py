@@ -3,7 +3,7 @@
     class and config --> model without data --adapters, value head--> module --FSDP2--> shards
     files ----------------------------------- rows of this rank --------------------------^
 
-A single rank that computes in float32 shards nothing and loads its models as any other program.
+A single rank that computes in float32 shards nothing and loads its models like any other program.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class ModelLoader:
         """Load a model, and make the learner's module from it, compiled and sharded.
 
         Args:
-            load: function that loads the model, and calls its argument before it reads weights.
+            load: function that loads the model. It calls its argument with the model before it
+                reads the weights.
         """
         config, mesh = self.run.learner, self.mesh
 
@@ -90,7 +91,7 @@ class ModelLoader:
             return prepare(load(None)).to(self.device)
         modules: list[_Module] = []
         load(lambda model: modules.append(prepare(model)))
-        # FSDP2 puts parameters on the device, but buffers are read later.
+        # FSDP2 has moved the parameters to the device, but the buffers were read later.
         for buffer in modules[0].buffers():
             buffer.data = buffer.data.to(self.device)
         return modules[0]

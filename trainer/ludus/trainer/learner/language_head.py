@@ -1,12 +1,12 @@
-"""Log-probs and entropies of sampled tokens, in the way that needs the least memory.
+"""Log-probs and entropies of sampled tokens, computed with as little memory as possible.
 
-    chunked     large logits: `chunked_logprobs`, for a linear head and known logits
-    restricted  a token sampled from few allowed tokens: only their rows of the head's weight
-    plain       small logits, and models of an unknown kind: all logits [P, V], as the model makes
-                them
+    chunked     many logits, if the head is linear and its output changes in a known way:
+                `chunked_logprobs`
+    restricted  tokens sampled from few allowed tokens: only their rows of the head's weight
+    plain       few logits, and all other models: all logits [P, V], as the model returns them
 
 Shapes: P = positions, R = rows, L = length of the longest row, H = width, V = vocabulary, E =
-targets, K = largest number of allowed tokens, U = tokens that any target allows.
+targets, K = largest number of allowed tokens, U = tokens that at least one target allows.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ludus.trainer.learner.micro_batches import PackedRows
 _log = logging.getLogger(__name__)
 
 MAX_PLAIN_LOGITS = 2**20
-"""Number of logits up to which the plain computation is faster."""
+"""Maximum number of logits for the plain computation, which is faster up to about this size."""
 _PROBE_EXPONENTS = (-9, 5)
 """Powers of ten of the smallest and the largest number of a probe."""
 _PROBE_TOLERANCE = 1e-6
@@ -52,10 +52,10 @@ class TokenOutput(NamedTuple):
 
 
 class LanguageHead:
-    """The last layer of a language model, with what the model does to its output.
+    """The last layer of a language model, and the transform from the layer's output to the logits.
 
-    The first forward pass finds out, in a separate pass, whether the model supports chunks. All
-    ranks get the same answer, because it does not depend on their rows.
+    The first call runs the model in an additional pass, which tests whether chunks are possible. The
+    result is the same on all ranks, because it does not depend on their rows.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -87,7 +87,7 @@ class LanguageHead:
 
     @torch.no_grad()
     def _probe(self, layer: nn.Module, positions: Tensor, model_inputs: Mapping[str, Any]) -> None:
-        """Find the size of the vocabulary, and what the model does to the head's output."""
+        """Find the size of the vocabulary, and the transform from the head's output to logits."""
         handle = layer.register_forward_hook(lambda *args: _make_probe(args[-1]))
         try:
             hidden_states, logits = self._run_model(layer, positions, model_inputs)
@@ -95,16 +95,15 @@ class LanguageHead:
             handle.remove()
         self._vocab_size = logits.shape[-1]
         if split_head(layer, hidden_states) is None:
-            fault = f"its head is a {type(layer).__name__}"
+            reason = f"chunks are not possible with a head of type {type(layer).__name__}"
         else:
             self._transform = _fit_transform(_make_probe(logits)[0], logits.double())
-            fault = "it changes its logits in an unknown way"
+            reason = "it changes the output of its head in an unknown way"
         if self._transform is None:
             _log.warning(
-                "the logits of %s are computed for all positions of a micro-batch at once, which "
-                "needs more memory, because %s; a lower learner.max_tokens_per_micro_batch needs "
-                "less",
-                *(type(self._model).__name__, fault),
+                "%s computes the logits of all positions of a micro-batch at once, because %s; "
+                "lower learner.max_tokens_per_micro_batch if memory runs out",
+                *(type(self._model).__name__, reason),
             )
 
     def _run_model(
@@ -167,7 +166,7 @@ def split_head(head: nn.Module, hidden_states: Tensor) -> HeadTerms | None:
 def compute_token_output(
     head: HeadTerms, rows: PackedRows, transform: LogitTransform, entropy_mode: EntropyMode
 ) -> TokenOutput:
-    """Return the outputs for the targets of rows; the inputs of `head` are at their positions."""
+    """Return the outputs for the targets of rows; `head` has the inputs at the rows' positions."""
     if rows.allowed_ids is not None:
         token_ids, columns = rows.allowed_ids.unique(return_inverse=True)
         # The padding of allowed_ids is -1. Its logits are not used.
@@ -218,7 +217,7 @@ def _compute_restricted(
     logprobs = all_logprobs.gather(1, target_columns)[:, 0]
     if entropy_mode == "none":
         return TokenOutput(logprobs, None)
-    # Padding adds 0 to the entropy, as a log-prob of -inf does, but has a finite gradient.
+    # Padding with 0 adds nothing to the entropy, like -inf, but its gradient is finite.
     entropy_logprobs = all_logprobs.masked_fill(allowed_ids < 0, 0.0)
     if entropy_mode == "value":
         entropy_logprobs = entropy_logprobs.detach()

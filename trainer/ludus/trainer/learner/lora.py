@@ -48,7 +48,8 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
         ConfigError: a target does not match the name of any layer.
     """
     _check_targets_exist(_list_linear_layers(model), config)
-    # peft creates the adapters on the meta device, or they would get the device of the base.
+    # `low_cpu_mem_usage` creates the adapters without data. Otherwise peft would put them on the
+    # device of the base weights.
     peft.inject_adapter_in_model(
         _make_peft_config(config), model, adapter_name=_ADAPTER_NAME, low_cpu_mem_usage=True
     )
@@ -58,7 +59,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
 
 
 def make_base_renamings(config: LoraConfig) -> dict[str, str]:
-    """Return the new names of the frozen weights for `load_language_model`."""
+    """Return the `renamings` with which `load_language_model` finds weights under adapters."""
     return {rf"\b{re.escape(target)}\.": f"{target}{_BASE_MARKER}" for target in config.targets}
 
 
@@ -87,7 +88,7 @@ def gather_adapters(model: nn.Module, *, keeps_copies: bool = True) -> dict[str,
 
 
 def get_layer_name(name: str) -> str:
-    """Return the name of the layer of a frozen weight with adapters, or of an adapter.
+    """Return the layer's name for an adapter, or for a frozen weight under adapters.
 
     Other names are returned unchanged.
     """
@@ -98,7 +99,7 @@ def merge_adapters(tensors: Mapping[str, Tensor], config: LoraConfig) -> dict[st
     """Return float32 weights of a model without adapters.
 
     Args:
-        tensors: weights of a model with adapters. Adapters need the weights of their layer.
+        tensors: weights of a model with adapters. Each adapter needs the weight of its layer.
     """
     adapters = {
         name.replace(_ADAPTER_MARKER, "."): tensor
@@ -133,15 +134,15 @@ def set_adapters_enabled(model: nn.Module, is_enabled: bool) -> None:
     for module in model.modules():
         if isinstance(module, BaseTunerLayer):
             module.enable_adapters(is_enabled)
-    # peft also freezes disabled adapters. The first forward pass may be without adapters, and FSDP
-    # decides there how to reduce the gradients of all parameters that are trained.
+    # peft also freezes the adapters that it disables. In the first forward pass, which may be
+    # without adapters, FSDP decides how to reduce the gradients of all trained parameters.
     for name, parameter in model.named_parameters():
         if _ADAPTER_MARKER in name:
             parameter.requires_grad_(True)
 
 
 def _initialize_adapter(layer: LoraLayer) -> None:
-    """Give the adapter of a layer its initial weights, which are those of peft."""
+    """Initialize the adapter of a layer as peft does."""
     down_layer, up_layer = layer.lora_A[_ADAPTER_NAME], layer.lora_B[_ADAPTER_NAME]
     assert isinstance(down_layer, nn.Linear) and isinstance(up_layer, nn.Linear)
     down_weight = torch.empty(down_layer.weight.shape, dtype=torch.float32)

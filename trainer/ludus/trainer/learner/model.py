@@ -129,7 +129,7 @@ def estimate_row_costs(language_model: PreTrainedModel) -> RowCosts:
 def is_sharded(
     config: LearnerConfig, mesh: DeviceMesh, *, offloads_parameters: bool = False
 ) -> bool:
-    """Return whether `prepare_model` shards models, which also casts and offloads parameters."""
+    """Return whether `prepare_model` shards models. FSDP2 also casts and offloads parameters."""
     return mesh.size() > 1 or config.dtype != "float32" or offloads_parameters
 
 

@@ -77,6 +77,7 @@ def export_model(model: ActorCritic, folder: Path, settings: ExportSettings) -> 
             if value_head is not None:
                 paths.append(folder / _VALUE_HEAD_FILE)
                 save_file(value_head, paths[-1])
+        # The other ranks write only .safetensors files.
         paths += (path for path in folder.rglob("*") if path.suffix != ".safetensors")
     return [SavedFile.from_path(path) for path in sorted({*paths}) if path.is_file()]
 

@@ -19,7 +19,7 @@ from ludus.trainer.core.devices import choose_reserved_device
 
 
 def select_device(num_gpus: float) -> torch.device:
-    """Make the rank's GPU torch's device and return it; return the CPU if it has no GPU.
+    """Select and return the GPU of this rank; return the CPU if the rank has no GPU.
 
     Call this before the ranks connect. If no device is set, a DeviceMesh selects the device with
     the number LOCAL_RANK, which is wrong here, because Ray shows each actor only its own device.

@@ -58,7 +58,7 @@ class _File:
 
 @dataclass(frozen=True)
 class _Plan:
-    groups_of_rank: list[list[_Group]]
+    groups_by_rank: list[list[_Group]]
     """Tensors of the learner's model by rank and group."""
     files: list[_File]
 
@@ -100,9 +100,9 @@ def export_weights(
 
     plan = _make_plan(_list_groups(model), convert, max_file_bytes)
     writer = _Writer(plan.name_files(), folder)
-    for round_index in range(max(map(len, plan.groups_of_rank))):
+    for round_index in range(max(map(len, plan.groups_by_rank))):
         gathered_group: _Group = {}
-        for rank, groups in enumerate(plan.groups_of_rank):
+        for rank, groups in enumerate(plan.groups_by_rank):
             if round_index < len(groups):
                 gathered_group |= _gather_group(groups[round_index], rank)
         if gathered_group:
@@ -114,7 +114,7 @@ def export_weights(
 class _Writer:
     """A writer of the files of this rank.
 
-    After an error it writes nothing more, but the rank still takes part in the collectives.
+    After an error, the writer writes nothing more, but the rank still takes part in collectives.
     """
 
     def __init__(self, files: Mapping[str, _File], folder: Path) -> None:
@@ -185,7 +185,7 @@ class _Writer:
 
 
 def _list_groups(model: PreTrainedModel) -> list[_Group]:
-    """Return the parameters and persistent buffers of a model in groups; tied ones once."""
+    """Return the parameters and persistent buffers of a model in groups, each tied tensor once."""
     conversions = getattr(model, "_weight_conversions", ())
     has_conversions = any(isinstance(conversion, WeightConverter) for conversion in conversions)
     groups: dict[str, _Group] = {}
@@ -219,7 +219,7 @@ def _make_plan(groups: list[_Group], convert: _Convert, max_file_bytes: int) -> 
                 num_file_bytes = tensor.nbytes
             plan.files[-1].tensors[name] = tensor
             is_same_group = True
-        plan.groups_of_rank[rank].append(group)
+        plan.groups_by_rank[rank].append(group)
     return plan
 
 
