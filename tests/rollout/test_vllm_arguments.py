@@ -1,4 +1,4 @@
-"""The arguments with which vLLM starts on a GPU, with a pretended GPU and a pretended vLLM."""
+"""The arguments with which vLLM starts on a GPU, with a fake GPU and a fake vLLM."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOTAL_BYTES = 80 * GIB
 
 
 class StartedError(Exception):
-    """The pretended vLLM has received its arguments."""
+    """The fake vLLM has received its arguments."""
 
 
 def collect_arguments(
@@ -30,7 +30,7 @@ def collect_arguments(
 ) -> dict[str, Any]:
     """Return the arguments that vLLM receives on a GPU with this free memory.
 
-    Like vLLM 0.32, the pretended vLLM refuses less free memory than the requested share.
+    Like vLLM 0.32, the fake vLLM refuses to start if less memory is free than the requested share.
     """
     pytest.importorskip("vllm")
     from ludus.trainer.rollout.engines import vllm_engine

@@ -269,8 +269,8 @@ class OpenNetworkRun:
         """Return whether the mean return of other episodes also reaches the target.
 
         A small evaluation may reach the target by chance, and a run has many evaluations. The
-        seeds follow the seeds of the final evaluation, which shares only those of the evaluations
-        during training.
+        seeds follow the seeds of the final evaluation, so the final evaluation shares seeds only
+        with the evaluations during training.
         """
         run, num_games = self.run, self.run.eval.num_games
         self.metrics.clock.stop()

@@ -35,7 +35,7 @@ def choose_reserved_device(num_gpus: float, setting: str) -> torch.device:
 
     Args:
         num_gpus: the configured number of GPUs of the process.
-        setting: name of that number, for messages.
+        setting: name of the setting that contains the number, for messages.
 
     Raises:
         ConfigError: torch cannot use the GPU.

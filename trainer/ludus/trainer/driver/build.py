@@ -191,10 +191,10 @@ def make_worker_spec(
 async def start_actors(
     learners: LearnerGroup, spec: RolloutWorkerSpec, buffer: RemoteBuffer, placement: Placement
 ) -> RolloutWorkers:
-    """Start the learner and the workers: one after the other if they may share a GPU.
+    """Start the learner and the workers; return the workers.
 
-    vLLM measures the free memory at its start. Meanwhile, the learner must neither allocate nor
-    free any.
+    If they may share a GPU, the learner starts first: vLLM measures the free memory when it starts,
+    and the learner must not allocate or free memory meanwhile.
     """
     if may_share_gpu(spec.run):
         await learners.start(spec.model_path, spec.weights)

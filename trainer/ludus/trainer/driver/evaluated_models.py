@@ -160,8 +160,8 @@ def name_model(name: str, path: str, field: str = _FIELD) -> Iterator[None]:
 def find_model_path(name: str, field: str = _FIELD) -> str:
     """Return the path of a model's folder, or the Hugging Face id unchanged.
 
-    The folder of a run stands for the model of its latest checkpoint, that of a fine-tuning run for
-    the model that the run kept.
+    The folder of a run stands for the model of its latest checkpoint. The folder of a fine-tuning
+    run stands for the model that the run kept.
 
     Args:
         field: name of the model's option, for messages.

@@ -72,7 +72,7 @@ def make_actor_settings(
             "a model is required, as a Hugging Face id or a folder that save_pretrained wrote; set "
             "engine_args.model or model.hf_assets_path"
         )
-    # The actors are objects of this process, which reserves nothing.
+    # The actors are objects in this process, which uses its GPU without a reservation.
     learner = run.learner.model_copy(update={"num_gpus_per_rank": float(has_gpu)})
     return run.model_copy(update={"learner": learner}), run.model.path
 

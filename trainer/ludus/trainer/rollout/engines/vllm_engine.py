@@ -107,7 +107,7 @@ class VllmEngine:
 
         Args:
             device: device of the model. None selects a GPU if there is one.
-            restricts_to_answers: whether requests may have answers.
+            restricts_to_answers: whether requests may be restricted to answers.
 
         Raises:
             ConfigError: vLLM cannot use the device.
@@ -282,13 +282,13 @@ def _make_memory_arguments(config: VllmGenerator, device: torch.device) -> dict[
     """Return the arguments that limit vLLM's memory on a GPU.
 
     With a fixed KV cache, vLLM does not compare the free memory before and after a test pass. That
-    comparison fails if another process of the GPU frees memory meanwhile.
+    comparison fails if another process on the GPU frees memory meanwhile.
 
     Raises:
         ConfigError: less than gpu_memory_utilization is free.
     """
     if config.kv_cache_gib is not None:
-        # vLLM still demands this share of free memory, although it has no other effect.
+        # vLLM still requires this share of free memory, but uses the share for nothing else.
         return {
             "kv_cache_memory_bytes": config.kv_cache_gib * _GIB,
             "gpu_memory_utilization": _MIN_MEMORY_SHARE,

@@ -29,8 +29,8 @@ def make_vllm_variables(num_threads: int, *, uses_gpu: bool = False) -> dict[str
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
-        # In float32, Triton's attention would otherwise multiply in TF32, with the precision of
-        # float16. Then the log-probs would differ from the learner's by more than canaries allow.
+        # Triton's attention would otherwise multiply float32 numbers in TF32, with the precision of
+        # float16, and the log-probs would differ from the learner's by more than canaries allow.
         "TRITON_F32_DEFAULT": "ieee",
     }
     if sys.platform == "linux":
@@ -54,7 +54,7 @@ def check_vllm_build(*, has_gpu: bool) -> None:
     """Check that the installed build of vLLM is the one for the device.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: the build is for the other kind of device.
     """
     if has_gpu and _is_cpu_build():
         raise ConfigError(
@@ -71,7 +71,7 @@ def check_vllm_build(*, has_gpu: bool) -> None:
 
 
 def _is_cpu_build() -> bool:
-    """Return whether vLLM computes on the CPU. vLLM decides by the same names."""
+    """Return whether vLLM computes on the CPU; vLLM itself decides by the same names."""
     if sys.platform == "darwin" or os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
         return True
     try:
