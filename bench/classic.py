@@ -9,13 +9,12 @@
     value         a reward of 1 per step, gamma .99, episodes truncated at 500 steps: V = 100 +- 2
     shuffled      the control: pendulum with shuffled rewards must not learn
 
-All returns are means of 100 episodes of the most likely action, the first of which are those of the
-evaluations during training. On CartPole, both trainers are evaluated on 25 episodes every 2,048
-steps. If the mean return is at least 480 there and on 100 other episodes, training stops.
-`training_s` are the seconds of playing and updating, `total_s` also has all evaluations, and
-`core_s` is the processor time of `total_s`. The start of processes, imports and construction are
-not counted. Results go to bench/results/classic.json, which keeps rows of earlier calls on the same
-machine.
+All returns are means of 100 episodes of the most likely action. The first of their seeds are those
+of the evaluations during training. On CartPole, both trainers are evaluated on 25 episodes every
+2,048 steps. If the mean return is at least 480 there and on 100 other episodes, training stops.
+`training_s` is the time of playing and updating, `total_s` includes all evaluations, and `core_s`
+is the processor time of `total_s`. Starts of processes, imports and construction are not counted.
+Results go to bench/results/classic.json, which keeps rows of earlier calls on the same machine.
 
     make bench-classic
     python bench/classic.py --only cartpole --seeds 0 1 2

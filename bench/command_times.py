@@ -1,10 +1,11 @@
-"""Time the commands that answer at once, as multiples of a start of Python.
+"""Time the commands that must respond at once, also in multiples of Python's start time.
 
     python bench/command_times.py runs/demo
 
-The run is copied 200 times, without checkpoints and models, for `ludus runs`. The commands and
-starts of Python take turns; a row has the medians. Results go to bench/results/command_times.json.
-The exit code is 1 if a command took longer than its limit or ended with another exit code.
+For `ludus runs`, the run is copied 200 times, without checkpoints and models. The commands and a
+bare start of Python take turns; a row has the medians. Results go to
+bench/results/command_times.json. The exit code is 1 if the median time of a command exceeds its
+limit, or if a command exits with an unexpected code.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _LUDUS = "import sys; sys.argv[0] = 'ludus'; from ludus.services.cli.app import 
 
 @dataclass(frozen=True)
 class Command:
-    """A command and what it is allowed."""
+    """A command, the limit of its time and its expected exit code."""
 
     name: str
     arguments: tuple[str, ...]
@@ -51,7 +52,7 @@ class Row:
     median_s: float
     longest_s: float
     ratio: float
-    """Median time divided by the median time of a start of Python."""
+    """Median time divided by the median start time of Python."""
 
 
 COMMANDS = (
@@ -81,7 +82,7 @@ def time_command(command: Sequence[str], folder: Path, exit_code: int = 0) -> fl
     """Return the seconds that a command takes.
 
     Raises:
-        RuntimeError: it ended with another exit code.
+        RuntimeError: the command exited with another code.
     """
     paths = os.pathsep.join(str(ROOT / package) for package in PACKAGES)
     start_s = time.monotonic()
@@ -95,12 +96,12 @@ def time_command(command: Sequence[str], folder: Path, exit_code: int = 0) -> fl
     )
     duration_s = time.monotonic() - start_s
     if completed.returncode != exit_code:
-        raise RuntimeError(f"{command[1:]} ended with {completed.returncode}: {completed.stderr}")
+        raise RuntimeError(f"{command[1:]} exited with {completed.returncode}: {completed.stderr}")
     return duration_s
 
 
 def measure(folder: Path) -> list[Row]:
-    """Time the commands in a folder, in turns with starts of Python."""
+    """Time the commands in a folder, in turns with a bare start of Python."""
     python_times: list[float] = []
     times: dict[str, list[float]] = {command.name: [] for command in COMMANDS}
     for _ in range(NUM_ROUNDS):
@@ -110,7 +111,7 @@ def measure(folder: Path) -> list[Row]:
                 time_command([_LUDUS, *command.arguments], folder, command.exit_code)
             )
     python_s = statistics.median(python_times)
-    print(f"a start of Python: {python_s:.3f} s")
+    print(f"start of Python: {python_s:.3f} s")
     return [
         Row(
             name=command.name,
@@ -136,7 +137,7 @@ def main() -> None:
         rows = measure(folder)
     for row in rows:
         verdict = "ok" if row.median_s <= row.max_s else "MISSED"
-        print(f"{verdict:<7}{row.median_s:.2f} s, {row.ratio:.0f} times Python: {row.name}")
+        print(f"{verdict:<7}{row.median_s:.2f} s, {row.ratio:.0f} times Python's start: {row.name}")
     content = {**setting(), "rows": [asdict(row) for row in rows]}
     RESULTS.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     sys.exit(0 if all(row.median_s <= row.max_s for row in rows) else 1)

@@ -3,12 +3,12 @@
     python bench/learner_memory.py                           100, 200 and 300 M parameters
     python bench/learner_memory.py --sizes 20 --ranks 1 2    in millions of parameters
 
-Each model has random weights, in bfloat16 as published models do. Ranks are processes with gloo on
+Each model has random weights, in bfloat16 like published models. Ranks are processes with gloo on
 this machine. For each phase (construction, a training step with eight micro-batches, saving and
 loading of a checkpoint, export), the peak of the memory that no file backs (RssAnon) is compared
-with its value before construction. n is the number of parameters and R the number of ranks: the
-share of a rank is 4n/R bytes of weights, and 16n/R with gradients and the state of AdamW. Prints a
-table and writes bench/results/learner_memory.json.
+with its value before construction. With n parameters and R ranks, the share of a rank is 4n/R bytes
+of weights, or 16n/R with gradients and the state of AdamW. Prints a table and writes
+bench/results/learner_memory.json.
 """
 
 from __future__ import annotations
@@ -205,14 +205,14 @@ def sample_private_bytes() -> Iterator[list[int]]:
 
 
 def read_private_bytes() -> int:
-    """Return the bytes of this process that no file backs."""
+    """Return the memory of this process that no file backs, in bytes."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     [line] = [line for line in status.splitlines() if line.startswith("RssAnon")]
     return int(line.split()[1]) * 1024
 
 
 def make_run(num_parameters: int, num_ranks: int, peaks: list[dict[str, int]]) -> dict[str, Any]:
-    """Return the result of one size and number of ranks."""
+    """Return the result for a size and a number of ranks."""
     max_peaks = {phase: max(rank_peaks[phase] for rank_peaks in peaks) for phase in PHASES}
     share = num_parameters / num_ranks
     return {
@@ -226,7 +226,7 @@ def make_run(num_parameters: int, num_ranks: int, peaks: list[dict[str, int]]) -
 
 
 def format_row(run: dict[str, Any]) -> str:
-    """Return the row of the table of one result."""
+    """Return the row of a result in the table."""
     cells = [
         f"{run['max_peak_bytes'][phase] / 1e6:,.0f} ({run['ratio_to_4n_per_rank'][phase]:.2f}, "
         f"{run['ratio_to_16n_per_rank'][phase]:.2f})"
