@@ -139,7 +139,7 @@ _RUNS = (
     (
         "`VLLM_TARGET_DEVICE`",
         "vLLM",
-        "`cpu` lets vLLM's build for GPUs compute on the CPU, if it can.",
+        "`cpu` lets vLLM's build for GPUs compute on the CPU, if the build supports this.",
     ),
     (
         "`VLLM_ENABLE_V1_MULTIPROCESSING`, `VLLM_USE_V2_MODEL_RUNNER`",

@@ -147,9 +147,7 @@ def test_scale_requests_workers_which_a_resumed_run_keeps(ludus: RunCli, cluster
     assert json.loads(cluster(get_config_map)["data"]["run.json"])["rollout"]["num_workers"] == 3
 
 
-def test_a_stop_after_scaling_changes_the_control_file_in_part(
-    ludus: RunCli, cluster: Call
-) -> None:
+def test_stop_after_scaling_keeps_the_number_of_workers(ludus: RunCli, cluster: Call) -> None:
     start_run(ludus, cluster)
     ludus("scale", "demo", "--workers", "3")
     ludus("stop", "demo", "--timeout", "1")

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("is_argument", [True, False], ids=["argument", "environment"])
-def test_targets_use_one_virtual_environment_whatever_VENV_is(is_argument: bool) -> None:
+def test_targets_ignore_a_given_virtual_environment(is_argument: bool) -> None:
     command = ["make", "--dry-run", "lint", "bench", *(["VENV=other"] if is_argument else [])]
     variables = {**os.environ, "VENV": "other"}
     recipes = subprocess.run(

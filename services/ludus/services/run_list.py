@@ -65,8 +65,8 @@ class RunResult(BaseModel):
     value: float
     ci95: tuple[float, float] | None = None
     is_game: bool | None = None
-    """False if the environment has tasks, which are solved, not games, which are won. None for a
-    loss, which belongs to no environment."""
+    """True if the environment has games, which are won; False if it has tasks, which are solved.
+    None for a loss, which belongs to no environment."""
 
 
 class ListedRun(BaseModel):

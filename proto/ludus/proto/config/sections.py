@@ -148,9 +148,10 @@ class VllmGenerator(Section):
     max_model_tokens: PositiveInt | None = None
     """Maximum number of tokens of a sequence. null takes rollout.max_tokens."""
     kv_cache_gib: PositiveInt | None = None
-    """Memory for the KV cache of each CPU or GPU, in GiB. null takes 1 on a CPU; on a GPU, vLLM
-    measures how much its model and its computation leave of gpu_memory_utilization. Set it on a GPU
-    that the learner shares, because the learner's memory changes during such a measurement."""
+    """Memory for the KV cache of each CPU or GPU, in GiB. null takes 1 on a CPU. On a GPU, null
+    takes what the model and its computation leave of gpu_memory_utilization, as vLLM measures it.
+    Set a number if the learner shares the GPU, because the learner's memory may change during the
+    measurement."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of a GPU's memory that vLLM may use. Has no effect if kv_cache_gib is set."""
     tensor_parallel_size: PositiveInt = 1

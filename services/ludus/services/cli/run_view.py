@@ -67,7 +67,7 @@ def parse_row(line: str) -> MetricsRow | None:
 
 
 async def read_num_steps(cluster: RunsCluster, run: str) -> int:
-    """Return the number of steps of a run; 0 if no ConfigMap tells it."""
+    """Return the number of steps of a run; 0 if no ConfigMap contains the number."""
     config_map = await cluster.find_config_map(run)
     if config_map is None:
         return 0

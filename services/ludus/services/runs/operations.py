@@ -125,7 +125,7 @@ async def stop(cluster: RunsCluster, run: str, *, deletes_now: bool = False) -> 
 
 
 async def scale(cluster: RunsCluster, run: str, num_workers: int) -> None:
-    """Request another number of rollout workers of a run that has not ended.
+    """Request a different number of rollout workers for a run that has not ended.
 
     Raises:
         NotFoundError: there is no such run.
@@ -158,7 +158,7 @@ async def scale(cluster: RunsCluster, run: str, num_workers: int) -> None:
 async def _change_control(
     cluster: RunsCluster, state: ClusterRunState, config_map: JsonObject, **changes: int
 ) -> None:
-    """Change fields of the run's control file, and deliver it to the driver at once."""
+    """Change fields of the run's control file, and deliver the file to the driver at once."""
     control = _read_control(config_map).model_copy(update=changes)
     await cluster.write_control(state.name, control.model_dump_json())
     for pod in await cluster.list_pods(state.ray_cluster):

@@ -45,11 +45,15 @@ def find_success(
         case "FrozenLake" | "FrozenLake8x8":
             frozen_lake: Any = environment.unwrapped
             return bool(frozen_lake.desc.flat[frozen_lake.s] == b"G")
-        # These terminate only at the goal.
-        case "Taxi" | "CliffWalking" | "CliffWalkingSlippery":
-            return is_terminated
-        case "MountainCar" | "MountainCarContinuous" | "Acrobot":
-            return is_terminated
+        case (
+            "Taxi"
+            | "CliffWalking"
+            | "CliffWalkingSlippery"
+            | "MountainCar"
+            | "MountainCarContinuous"
+            | "Acrobot"
+        ):
+            return is_terminated  # these terminate only at the goal
         case "Blackjack":
             return last_reward > 0
     if spec.reward_threshold is None:
