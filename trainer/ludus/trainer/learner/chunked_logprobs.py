@@ -257,7 +257,10 @@ class _HeadGradients:
 
 
 def _add_product(total: Tensor | None, matrix: Tensor, factor: Tensor) -> Tensor:
-    """Return total + matrix @ factor in the type of sums; may overwrite `total`."""
+    """Return total + matrix @ factor; may overwrite `total`.
+
+    The first product keeps its type, and every sum is at least float32.
+    """
     if total is None:
         return matrix @ factor
     total = total.to(_get_sum_dtype(total))
