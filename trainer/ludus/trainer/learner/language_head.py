@@ -54,7 +54,7 @@ class TokenOutput(NamedTuple):
 class LanguageHead:
     """The last layer of a language model, and the transform from the layer's output to the logits.
 
-    The first call runs the model in an additional pass, which tests whether chunks are possible. The
+    The first call runs the model in an additional pass to test whether chunks are possible. The
     result is the same on all ranks, because it does not depend on their rows.
     """
 
