@@ -147,6 +147,11 @@ def test_limit_is_halved_down_to_the_longest_sequence() -> None:
     assert limits[0] == num_tokens // 2, "a limit above the batch has no effect"
     assert limits[-1] == longest
     assert all(later <= max(earlier // 2, longest) for earlier, later in pairwise(limits))
+    assert "set learner.activation_checkpointing = true" in str(failure)
+    checkpointed = config.model_copy(update={"activation_checkpointing": True})
+    last_failure = make_memory_error(0, batch, checkpointed, error)
+    assert "activation_checkpointing" not in str(last_failure)
+    assert "lower rollout.max_tokens" in str(last_failure)
 
 
 @pytest.mark.parametrize(

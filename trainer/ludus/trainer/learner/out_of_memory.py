@@ -51,8 +51,10 @@ def make_memory_error(
         return LearnerMemoryError(
             f"learner rank {rank} ran out of memory: {reason}", max(limit // 2, longest)
         )
+    has_checkpointing = config.activation_checkpointing
+    first_remedy = "" if has_checkpointing else "set learner.activation_checkpointing = true, "
     return ConfigError(
         f"learner rank {rank} ran out of memory, although a micro-batch has at most the {longest} "
-        f"tokens of the longest sequence: {reason}; set learner.activation_checkpointing = true, "
-        "lower rollout.max_tokens, raise learner.num_ranks, or give each rank more of a GPU"
+        f"tokens of the longest sequence: {reason}; {first_remedy}lower rollout.max_tokens, raise "
+        "learner.num_ranks, or give each rank more of a GPU"
     )
