@@ -10,7 +10,7 @@ import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
-from ludus.env.security.tokens import is_allowed_host, is_loopback_name
+from ludus.env.security.hosts import is_allowed_host, is_loopback_name
 from tests.env.served import serve
 from tests.gateway.gateways import make_gateway
 

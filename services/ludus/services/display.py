@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ludus.proto.config import EnvironmentConfig, NetworkEnvironmentConfig
 from ludus.proto.evaluations import EvaluatedEpisode, ModelEvaluation, ModelResult
 from ludus.proto.runs import (
     LOG_FILE,
@@ -21,6 +21,9 @@ from ludus.services.numbers import (
     format_percent,
     format_percent_interval,
 )
+
+if TYPE_CHECKING:
+    from ludus.proto.config import EnvironmentConfig, NetworkEnvironmentConfig
 
 
 @dataclass(frozen=True, slots=True)

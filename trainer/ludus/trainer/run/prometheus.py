@@ -32,7 +32,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ludus.env.security.tokens import is_allowed_host, is_loopback_name, is_loopback_origin
+from ludus.env.security.hosts import is_allowed_host, is_loopback_name, is_loopback_origin
 from ludus.env.types import JsonObject
 from ludus.proto.config import PrometheusSink, RecordedRun
 from ludus.proto.errors import ConfigError

@@ -50,7 +50,8 @@ from ludus.env.messages.openenv import (
     parse_reset_args,
 )
 from ludus.env.messages.status import STATUSES_BY_CODE
-from ludus.env.security.tokens import AcceptedTokens, RefuseForeignOrigins, RequireToken
+from ludus.env.security.middleware import RefuseForeignOrigins, RequireToken
+from ludus.env.security.tokens import AcceptedTokens
 from ludus.env.security.tracing import REQUEST_ID, TRACEPARENT, open_server_span
 from ludus.env.sessions.interface import Sessions
 from ludus.env.text.unicode import parse_json

@@ -34,8 +34,9 @@ from ludus.env.asgi.uvicorn_protocols import (
 )
 from ludus.env.grpc.call_server import UnparsedStreamInterceptor
 from ludus.env.limits import MAX_GATEWAY_CALL_BYTES, MAX_MESSAGE_BYTES
+from ludus.env.security.hosts import is_loopback_name
+from ludus.env.security.middleware import RefuseForeignHosts, RefuseForeignOrigins
 from ludus.env.security.tls import TlsFiles, build_server_context, build_server_credentials
-from ludus.env.security.tokens import RefuseForeignHosts, RefuseForeignOrigins, is_loopback_name
 from ludus.proto.errors import ConfigError, PortInUseError
 
 _HTTP_GRACE_S = 1.0

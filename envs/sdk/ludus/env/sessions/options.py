@@ -29,6 +29,7 @@ from pydantic.fields import FieldInfo
 
 from ludus.env.options import explain_errors
 from ludus.env.sandbox.confine import Layer
+from ludus.env.security.hosts import is_loopback_name
 from ludus.env.security.secret_files import follow_secrets
 from ludus.env.security.session_ids import (
     SERVER_KEY_VARIABLE,
@@ -38,7 +39,7 @@ from ludus.env.security.session_ids import (
     derive_server_key,
     make_pod_server_id,
 )
-from ludus.env.security.tokens import AcceptedTokens, is_loopback_name
+from ludus.env.security.tokens import AcceptedTokens
 from ludus.proto.errors import ConfigError
 from ludus.proto.paths import expand_home
 

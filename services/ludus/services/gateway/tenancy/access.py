@@ -24,8 +24,8 @@ from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 
+from ludus.env.security.hosts import is_loopback_name
 from ludus.env.security.secret_files import FollowedFile
-from ludus.env.security.tokens import is_loopback_name
 from ludus.proto.errors import (
     AuthenticationError,
     ConfigError,
