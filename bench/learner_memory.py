@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=float, nargs="+", default=[100.0, 200.0, 300.0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--reduce-gradients", choices=("each", "last"), default="each")
     arguments = parser.parse_args()
     columns = "".join(f"{phase:>22}" for phase in PHASES)
     sys.stdout.write(f"{'parameters':>11} {'ranks':>5}{columns}   MB, (x 4n/R, x 16n/R)\n")

@@ -51,10 +51,9 @@ def draw_batches(draw: st.DrawFn) -> Batch:
 
 
 def pack_batch(batch: Batch, costs: RowCosts | None, max_tokens: int) -> list[MicroBatch]:
-    """Return the micro-batches of the whole batch on one rank."""
-    return make_micro_batches(
-        batch, np.arange(batch.num_samples), MicroBatchConfig(max_tokens, costs)
-    )
+    """Return the micro-batches of the whole batch on one rank, without trees if `costs` is None."""
+    config = MicroBatchConfig(max_tokens, costs or LINEAR_COSTS, packs_trees=costs is not None)
+    return make_micro_batches(batch, np.arange(batch.num_samples), config)
 
 
 def compute_outputs(
@@ -146,18 +145,17 @@ def test_packing_without_common_prefixes_costs_no_more_than_padding() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("max_tokens", [8, 40, 10_000])
-@pytest.mark.parametrize("costs", [None, QUADRATIC_COSTS])
+@pytest.mark.parametrize("packs_trees", [False, True])
 def test_each_sample_is_on_one_rank_and_micro_batch_counts_are_equal(
-    num_ranks: int, max_tokens: int, costs: RowCosts | None
+    num_ranks: int, max_tokens: int, packs_trees: bool
 ) -> None:
     batch = make_batch(num_samples=25, num_prefix_tokens=5)
     for sample_indices in split_samples(batch, 2):
-        micro_batches = [
-            make_micro_batches(
-                batch, sample_indices, MicroBatchConfig(max_tokens, costs, rank, num_ranks)
-            )
+        configs = (
+            MicroBatchConfig(max_tokens, QUADRATIC_COSTS, rank, num_ranks, packs_trees)
             for rank in range(num_ranks)
-        ]
+        )
+        micro_batches = [make_micro_batches(batch, sample_indices, config) for config in configs]
         assert len({len(rank_batches) for rank_batches in micro_batches}) == 1
         rewards = [
             reward
@@ -180,6 +178,30 @@ def test_ranks_share_work_that_would_fit_into_one_row() -> None:
         for config in (MicroBatchConfig(10_000, LINEAR_COSTS, rank, 2) for rank in range(2))
     ]
     assert max(token_counts) < 1.5 * min(token_counts)
+
+
+@pytest.mark.parametrize(
+    ("costs", "max_ratio"), [(RowCosts(1.0, 0.0), 1.01), (RowCosts(0.0, 1.0), 1.06)]
+)
+def test_ranks_get_rows_of_equal_total_cost(costs: RowCosts, max_ratio: float) -> None:
+    lengths = [2, 4, 8, 16, 32, 64, 128, 256] + [100] * 20
+    samples = [
+        make_sample([index] * length, [False] + [True] * (length - 1), tag=1.0)
+        for index, length in enumerate(lengths)
+    ]
+    batch = collate(samples)
+    rank_costs = [
+        sum(
+            costs.compute_row(micro_batch.rows.token_ids.shape[1])
+            for micro_batch in make_micro_batches(
+                batch,
+                np.arange(batch.num_samples),
+                MicroBatchConfig(1, costs, rank, 4, packs_trees=False),
+            )
+        )
+        for rank in range(4)
+    ]
+    assert max(rank_costs) <= max_ratio * sum(rank_costs) / 4
 
 
 @pytest.mark.parametrize("costs", [None, QUADRATIC_COSTS])

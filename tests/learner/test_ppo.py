@@ -23,11 +23,13 @@ from ludus.trainer.learner.micro_batches import (
     pack_one_micro_batch,
 )
 from ludus.trainer.learner.model import PolicyOutput
+from ludus.trainer.learner.packing import RowCosts
 from tests.learner.tiny_policy import make_batch, make_learner, make_samples
 
 NO_PENALTY = Coefficients(learning_rate=1e-2, entropy=0.0, kl=0.0)
 KL_PENALTY = Coefficients(learning_rate=1e-2, entropy=0.0, kl=0.1)
 PPO = PpoConfig(geometric_mask=None)
+COSTS = RowCosts(per_token=1.0, per_pair=0.0)
 
 
 def flatten(learner: Learner) -> torch.Tensor:
@@ -236,7 +238,7 @@ def test_kl_penalty_in_the_reward_changes_the_policy(
 @pytest.mark.slow
 def test_whitened_advantages_have_mean_zero_and_standard_deviation_one(model_path: str) -> None:
     learner = make_learner(model_path, PPO)
-    config = MicroBatchConfig(max_tokens=64, costs=None)
+    config = MicroBatchConfig(64, COSTS, packs_trees=False)
     micro_batches = make_micro_batches(make_batch(num_samples=24), np.arange(24), config)
     assert len(micro_batches) > 1
     algorithm = Algorithm(PPO, max_tokens=64)
@@ -286,7 +288,7 @@ def test_earlier_sequences_of_an_episode_get_the_kl_penalties_of_later_ones(
         for index, length in enumerate([3, 1, 2, 4])
     ]
     penalties = [[0.3, -0.2, 0.5], [0.7], [-0.4, 0.1], [0.2, 0.6, -0.1, 0.9]]
-    batch, config = collate(samples), MicroBatchConfig(max_tokens=8, costs=None)
+    batch, config = collate(samples), MicroBatchConfig(8, COSTS, packs_trees=False)
     minibatches = [make_micro_batches(batch, np.array(ids), config) for ids in ([0, 1], [2, 3])]
     targets = []
     for micro_batch in (batch for minibatch in minibatches for batch in minibatch):

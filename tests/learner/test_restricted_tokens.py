@@ -27,6 +27,7 @@ pytestmark = pytest.mark.slow
 
 COEFFICIENTS = Coefficients(learning_rate=1e-2, entropy=0.01, kl=0.1)
 TEMPERATURE = 0.7
+COSTS = RowCosts(per_token=1.0, per_pair=0.0)
 GRPO = GrpoConfig(kl_coef=0.1, geometric_mask=None)
 
 
@@ -81,8 +82,9 @@ def test_packed_prefixes_keep_the_allowed_tokens_of_each_sample(policy: PolicyMo
     batch = collate(samples)
     sample_ids = np.arange(batch.num_samples)
     num_shared = 0
-    for costs in (None, RowCosts(per_token=1.0, per_pair=0.0)):
-        for micro_batch in make_micro_batches(batch, sample_ids, MicroBatchConfig(128, costs)):
+    for packs_trees in (False, True):
+        config = MicroBatchConfig(128, COSTS, packs_trees=packs_trees)
+        for micro_batch in make_micro_batches(batch, sample_ids, config):
             with torch.no_grad():
                 output = policy(micro_batch.rows, TEMPERATURE, "value")
             logprobs = micro_batch.gather_samples(output.logprobs)
@@ -103,9 +105,8 @@ def test_forced_tokens_have_log_prob_zero_and_no_gradient(
         replace(sample, rollout_logprobs=[0.0] * len(sample.token_ids))
         for sample in make_restricted_samples(forces=True)
     ]
-    [micro_batch] = make_micro_batches(
-        collate(samples), np.arange(len(samples)), MicroBatchConfig(4096, None)
-    )
+    config = MicroBatchConfig(4096, COSTS, packs_trees=False)
+    [micro_batch] = make_micro_batches(collate(samples), np.arange(len(samples)), config)
     with torch.no_grad():
         assert set(learner.model(micro_batch.rows, 1.0).logprobs.tolist()) == {0.0}
     start_weights = learner.gather_weights()

@@ -118,14 +118,14 @@ def compute_ludus_gradient(
     batch, algorithm = make_batch(groups, config), Algorithm(config, MAX_TOKENS)
     actor_critic, num_ranks = ActorCritic(model, None), generator.randint(1, 3)
     max_tokens = generator.choice([MAX_TOKENS, 100, 1000])
-    costs = generator.choice([None, estimate_row_costs(model.language_model)])
+    costs, packs_trees = estimate_row_costs(model.language_model), generator.choice([False, True])
     micro_batches = [
         micro_batch
         for rank in range(num_ranks)
         for micro_batch in make_micro_batches(
             batch,
             np.arange(batch.num_samples),
-            MicroBatchConfig(max_tokens, costs, rank, num_ranks),
+            MicroBatchConfig(max_tokens, costs, rank, num_ranks, packs_trees),
         )
     ]
     coefficients = Coefficients(0.0, entropy=ENTROPY_COEF, kl=KL_COEF)

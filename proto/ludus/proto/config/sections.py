@@ -269,6 +269,25 @@ class RolloutConfig(Section):
         )
 
 
+class LearnerMemoryConfig(Section):
+    """Settings of the learner that take more time and less memory."""
+
+    reduce_gradients: Literal["each", "last"] | None = None
+    """Micro-batches of an update after which the ranks add up their gradients. With "each", a rank
+    keeps only its shard of the sum. With "last", it keeps a whole copy until the last micro-batch,
+    and the ranks communicate less. null takes "each" above one billion trained parameters."""
+
+    def reduces_each(self, num_trained: int) -> bool:
+        """Return whether the ranks add up gradients after each micro-batch of an update.
+
+        Args:
+            num_trained: number of trained parameters on all ranks.
+        """
+        if self.reduce_gradients is None:
+            return num_trained > 10**9
+        return self.reduce_gradients == "each"
+
+
 class LearnerConfig(Section):
     """Updates of the policy."""
 
@@ -317,6 +336,7 @@ class LearnerConfig(Section):
     """Move the reference model to main memory while it is not used."""
     collective_timeout_s: Seconds = 600.0
     """Time in seconds that a rank waits for the other ranks before all ranks are restarted."""
+    memory: LearnerMemoryConfig = LearnerMemoryConfig()
 
     @model_validator(mode="after")
     def _check_gpus(self) -> Self:

@@ -83,6 +83,10 @@ class ActorCritic(nn.Module):
         critic_models = [] if self.critic is None else [self.critic.classifier]
         return [self.policy.language_model, *critic_models]
 
+    def count_trained(self) -> int:
+        """Return the number of trained parameters, of all ranks together."""
+        return sum(weight.numel() for weight in self.parameters() if weight.requires_grad)
+
     @property
     def checkpoint_module(self) -> nn.Module:
         """The module whose state a checkpoint contains; without a separate critic, the policy."""
@@ -99,7 +103,7 @@ class ActorCritic(nn.Module):
                 module.reshard()
 
     def sync_gradients(self, is_enabled: bool) -> None:
-        """Set whether ranks share their gradients in the next backward pass."""
+        """Set whether ranks add up their gradients in the next backward pass."""
         for module in self._list_modules():
             if isinstance(module, FSDPModule):
                 module.set_requires_gradient_sync(is_enabled)

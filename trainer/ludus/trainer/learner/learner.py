@@ -103,12 +103,16 @@ class Learner:
         self._work = TrainingWork.for_models(models, self._device, dtype, self._num_ranks)
         packs_trees = config.packing == "tree" and can_pack_trees(models, self._device)
         self.model.reshard()
-        row_costs = estimate_row_costs(self._policy.language_model) if packs_trees else None
         self._micro_batch_config = MicroBatchConfig(
-            config.max_tokens_per_micro_batch, row_costs, self._rank, self._num_ranks
+            config.max_tokens_per_micro_batch,
+            estimate_row_costs(self._policy.language_model),
+            self._rank,
+            self._num_ranks,
+            packs_trees,
         )
         groups = self.model.make_optimizer_groups(run.learning_rate, algorithm)
         self._rate_scales = [group.rate_scale for group in groups]
+        self._reduces_each = config.memory.reduces_each(self.model.count_trained())
         self._optimizer = torch.optim.AdamW(
             [{"params": group.parameters} for group in groups],
             lr=run.learning_rate,
@@ -344,7 +348,8 @@ class Learner:
         metric_sums: list[Tensor] = []
         for index, (micro_batch, target) in enumerate(zip(micro_batches, targets, strict=True)):
             self.abandonment.check()
-            self.model.sync_gradients(index == len(micro_batches) - 1)
+            is_last = index == len(micro_batches) - 1
+            self.model.sync_gradients(is_last or self._reduces_each)
             output = self.model(micro_batch.rows, self._run.rollout.temperature, entropy_mode)
             loss = self._algorithm.compute_loss(micro_batch, output, target, counts, coefficients)
             # FSDP averages gradients over ranks, but the denominator already counts all ranks.

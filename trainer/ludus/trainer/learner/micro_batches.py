@@ -1,6 +1,6 @@
 """Split of a batch into micro-batches that fit in the model, the same number on every rank.
 
-    sequences --packing--> rows --by length--> ranks --by tokens--> micro-batches
+    sequences --packing--> rows --by cost--> ranks --by tokens--> micro-batches
 
 The loss divides by denominators of the whole optimizer step, so it does not depend on the split.
 A micro-batch has loss inputs of sampled tokens only, because only these are part of the loss.
@@ -95,10 +95,12 @@ class MicroBatchConfig:
 
     max_tokens: int
     """Maximum number of tokens of a micro-batch, including padding."""
-    costs: RowCosts | None
-    """Costs of rows that contain several sequences; None gives each sequence a separate row."""
+    costs: RowCosts
+    """Costs by which rows are chosen, and assigned to ranks."""
     rank: int = 0
     num_ranks: int = 1
+    packs_trees: bool = True
+    """Whether a row can contain several sequences, with common prefixes computed once."""
 
 
 def split_samples(batch: Batch, num_minibatches: int) -> list[Ints]:
@@ -117,14 +119,12 @@ def make_micro_batches(
     layout = lay_out_sequences(
         batch.sequences,
         np.unique(batch.sequence_of_sample[sample_ids]),
-        costs=config.costs,
+        costs=config.costs if config.packs_trees else None,
         max_tokens=max_tokens,
         num_ranks=num_ranks,
     )
     lengths = np.diff(layout.row_starts)
-    sorted_rows = np.argsort(lengths, kind="stable")
-    # Each rank gets every num_ranks-th row in order of length, so that all have equal work.
-    rank_rows = [sorted_rows[rank::num_ranks] for rank in range(num_ranks)]
+    rank_rows = _assign_rows(lengths, config)
     rank_slices = [cut_rows(lengths[rows], max_tokens) for rows in rank_rows]
     tokens = _gather_sampled_tokens(batch, sample_ids)
     micro_batches = [
@@ -133,6 +133,20 @@ def make_micro_batches(
     ]
     num_missing = max(map(len, rank_slices)) - len(micro_batches)
     return micro_batches + [_make_empty_micro_batch()] * num_missing
+
+
+def _assign_rows(lengths: Ints, config: MicroBatchConfig) -> list[Ints]:
+    """Return the indices of each rank's rows, sorted by length.
+
+    Each row goes to the rank with the lowest cost so far, the longest row first (the LPT rule).
+    """
+    rank_costs = np.zeros(config.num_ranks)
+    ranks = np.zeros(len(lengths), dtype=np.int64)
+    sorted_rows = np.argsort(lengths, kind="stable")
+    for row in sorted_rows[::-1]:
+        ranks[row] = rank_costs.argmin()
+        rank_costs[ranks[row]] += config.costs.compute_row(int(lengths[row]))
+    return [sorted_rows[ranks[sorted_rows] == rank] for rank in range(config.num_ranks)]
 
 
 def pack_one_micro_batch(samples: Sequence[TrainingSample]) -> MicroBatch:

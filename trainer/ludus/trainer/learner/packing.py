@@ -43,14 +43,17 @@ class RowCosts:
     per_pair: float
     """Cost per pair of tokens in a row, in attention layers."""
 
+    def compute_row(self, length: int) -> float:
+        """Return the cost of one row of this length."""
+        return length * (self.per_token + self.per_pair * length)
+
     def compute_total(self, row_lengths: Ints, max_tokens: int) -> float:
         """Return the cost of rows of these lengths, in padded micro-batches."""
         row_lengths = np.sort(row_lengths)
         cost = 0.0
         for row_slice in cut_rows(row_lengths, max_tokens):
             row_size = int(row_lengths[row_slice.stop - 1])
-            num_tokens = (row_slice.stop - row_slice.start) * row_size
-            cost += num_tokens * (self.per_token + self.per_pair * row_size)
+            cost += (row_slice.stop - row_slice.start) * self.compute_row(row_size)
         return cost
 
 

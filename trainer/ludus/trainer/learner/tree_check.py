@@ -132,8 +132,8 @@ def _compute_logprobs(policy: PolicyModel) -> tuple[Tensor, Tensor]:
     sequences = _make_sequences(policy.language_model.config.vocab_size)
     samples = [make_unscored_sample(ids, [False] + [True] * (len(ids) - 1)) for ids in sequences]
     batch, logprobs = collate(samples), []
-    for costs in (None, _SINGLE_ROW_COSTS):
-        settings = MicroBatchConfig(_MAX_TOKENS, costs)
+    for packs_trees in (False, True):
+        settings = MicroBatchConfig(_MAX_TOKENS, _SINGLE_ROW_COSTS, packs_trees=packs_trees)
         [micro_batch] = make_micro_batches(batch, np.arange(batch.num_samples), settings)
         output = policy(micro_batch.rows, temperature=1.0)
         logprobs.append(micro_batch.gather_samples(output.logprobs)[micro_batch.mask])
