@@ -32,7 +32,7 @@ MAX_REPLY_BYTES = 256 * _MIB
 MAX_BATCH_BYTES = 4 * _MIB
 """Maximum size of a batch; further calls and results go into the next message."""
 MAX_CALLS_PER_MESSAGE = 1024
-"""Maximum number of calls in a message, and of steps in a call. Above it, the stream ends."""
+"""Maximum number of calls in a message. Above it, the stream ends."""
 MAX_CALL_FIELDS = 64 * MAX_CALLS_PER_MESSAGE
 """Maximum number of fields in a message of calls."""
 MAX_REPLY_FIELDS = 1024 * 1024
