@@ -31,7 +31,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from ludus.proto.config import GrpoConfig, LanguageModelRun, LearnerConfig
+from ludus.proto.config import GrpoConfig, LanguageModelRun, LearnerConfig, LearnerMemoryConfig
 from ludus.trainer.core.types import Batch, Coefficients, TrainingSample
 from ludus.trainer.data.batch import collate
 from ludus.trainer.learner.learner import Learner
@@ -52,7 +52,6 @@ def main() -> None:
     parser.add_argument("--sizes", type=float, nargs="+", default=[100.0, 200.0, 300.0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument("--reduce-gradients", choices=("each", "last"), default="each")
     arguments = parser.parse_args()
     columns = "".join(f"{phase:>22}" for phase in PHASES)
     sys.stdout.write(f"{'parameters':>11} {'ranks':>5}{columns}   MB, (x 4n/R, x 16n/R)\n")
@@ -158,6 +157,7 @@ def make_learner(model_path: str, dtype: str) -> Learner:
         max_tokens_per_micro_batch=NUM_TOKENS,
         packing="pad",
         activation_checkpointing=True,
+        memory=LearnerMemoryConfig(reduce_gradients="each"),
     )
     settings = {"learner": learner, "algorithm": GrpoConfig(geometric_mask=None), "seed": 0}
     return Learner(run.model_copy(update=settings), model_path)

@@ -34,6 +34,7 @@ ALGORITHMS: dict[str, AlgorithmConfig] = {
     "grpo": GrpoConfig(kl_coef=0.1, geometric_mask=None),
     "ppo": PpoConfig(kl_coef=0.1, geometric_mask=None),
     "model_critic": PpoConfig(geometric_mask=None, critic=ModelCritic(learning_rate=3e-3)),
+    "grpo_reduced_each": GrpoConfig(kl_coef=0.1, geometric_mask=None),
 }
 
 
@@ -54,6 +55,7 @@ def train(num_ranks: int, folder: Path, kind: str, checkpoint_num_ranks: int | N
         num_minibatches=2,
         update_epochs=2 if kind == "model_critic" else 1,
         max_tokens_per_micro_batch=64,
+        memory={"reduce_gradients": "each" if kind == "grpo_reduced_each" else "last"},
     )
     if checkpoint_num_ranks:
         learner.load(folder / f"{kind}-checkpoint-{checkpoint_num_ranks}")
