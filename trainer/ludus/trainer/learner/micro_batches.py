@@ -100,7 +100,7 @@ class MicroBatchConfig:
     rank: int = 0
     num_ranks: int = 1
     packs_trees: bool = True
-    """Whether a row can contain several sequences, with common prefixes computed once."""
+    """True if a row can contain several sequences, with common prefixes computed once."""
 
 
 def split_samples(batch: Batch, num_minibatches: int) -> list[Ints]:
