@@ -4,11 +4,15 @@
     python bench/learner_memory.py --sizes 20 --ranks 1 2    in millions of parameters
 
 Each model has random weights, in bfloat16 like published models. Ranks are processes with gloo on
-this machine. For each phase (construction, a training step with eight micro-batches, saving and
-loading of a checkpoint, export), the peak of the memory that no file backs (RssAnon) is compared
-with its value before construction. With n parameters and R ranks, the share of a rank is 4n/R bytes
-of weights, or 16n/R with gradients and the state of AdamW. Prints a table and writes
-bench/results/learner_memory.json.
+this machine. For each phase (construction, a training step with eight micro-batches, gathering and
+casting of the weights to publish, saving and loading of a checkpoint, export), the peak of the
+memory that no file backs (RssAnon) is compared with its value before construction. With n
+parameters and R ranks, the share of a rank is 4n/R bytes of weights, or 16n/R with gradients and
+the state of AdamW.
+
+The C library keeps freed blocks below 32 MB for later, and so more than the tensors need. Each size
+is measured with an environment variable with which the C library returns memory at once, and
+without the variable. Prints a table and writes bench/results/learner_memory.json.
 """
 
 from __future__ import annotations
@@ -16,12 +20,14 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import os
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +43,16 @@ from ludus.trainer.data.batch import collate
 from ludus.trainer.learner.learner import Learner
 from ludus.trainer.learner.process_group import leave_process_group
 from ludus.trainer.models.tiny import make_tokenizer
+from ludus.trainer.weights.payload import cast_floats
 
 RESULTS = Path(__file__).parent / "results" / "learner_memory.json"
-PHASES = ("construction", "step", "save", "export", "load")
+PHASES = ("construction", "step", "publish", "save", "export", "load")
 NUM_MICRO_BATCHES, NUM_TOKENS = 8, 6
 VOCAB_SIZE, WIDTH, INTERMEDIATE = 4096, 640, 1792
 COEFFICIENTS = Coefficients(learning_rate=1e-5, entropy=0.0, kl=0.0)
 SAMPLE_INTERVAL_S = 0.004
+MALLOC_VARIABLE, MALLOC_VALUE = "MALLOC_MMAP_THRESHOLD_", str(2**17)
+"""Setting of the C library with which it returns larger freed blocks to the system at once."""
 
 
 def main() -> None:
@@ -55,20 +64,35 @@ def main() -> None:
     arguments = parser.parse_args()
     columns = "".join(f"{phase:>22}" for phase in PHASES)
     sys.stdout.write(f"{'parameters':>11} {'ranks':>5}{columns}   MB, (x 4n/R, x 16n/R)\n")
+    sys.stdout.write("rows with a * are those in which the C library returns memory at once\n")
     runs = []
     for size in arguments.sizes:
         with tempfile.TemporaryDirectory() as folder:
             num_parameters = make_model_folder(Path(folder) / "model", size * 1e6)
             make_model_folder(Path(folder) / "small", 0)
-            for num_ranks in arguments.ranks:
-                peaks = measure(Path(folder), num_ranks, arguments.dtype)
-                runs.append(make_run(num_parameters, num_ranks, peaks))
+            for num_ranks, frees_at_once in product(arguments.ranks, (True, False)):
+                with set_malloc_variable(frees_at_once):
+                    peaks = measure(Path(folder), num_ranks, arguments.dtype)
+                run = make_run(num_parameters, num_ranks, peaks)
+                runs.append({"frees_at_once": frees_at_once, **run})
                 sys.stdout.write(format_row(runs[-1]))
                 sys.stdout.flush()
     command = " ".join(["python", "bench/learner_memory.py", *sys.argv[1:]])
     machine.write_runs(
         RESULTS, command, runs, machine=machine.setting()["machine"], dtype=arguments.dtype
     )
+
+
+@contextmanager
+def set_malloc_variable(is_set: bool) -> Iterator[None]:
+    """Set or remove the variable for processes that start in the block."""
+    os.environ.pop(MALLOC_VARIABLE, None)
+    if is_set:
+        os.environ[MALLOC_VARIABLE] = MALLOC_VALUE
+    try:
+        yield
+    finally:
+        os.environ.pop(MALLOC_VARIABLE, None)
 
 
 def make_model_folder(folder: Path, num_parameters: float) -> int:
@@ -135,6 +159,8 @@ def run_phases(model_path: Path, folder: Path, dtype: str) -> dict[str, int]:
     learner.train_step(batch, COEFFICIENTS)
     with measure_phase("step"):
         learner.train_step(batch, COEFFICIENTS)
+    with measure_phase("publish"):
+        cast_floats(learner.gather_weights(), dtype)
     with measure_phase("save"):
         learner.save(folder / "state")
     with measure_phase("export"):
@@ -234,7 +260,8 @@ def format_row(run: dict[str, Any]) -> str:
         for phase in PHASES
     ]
     columns = "".join(f"{cell:>22}" for cell in cells)
-    return f"{run['num_parameters'] / 1e6:>9,.0f} M {run['num_ranks']:>5}{columns}\n"
+    mark = "*" if run["frees_at_once"] else " "
+    return f"{run['num_parameters'] / 1e6:>8,.0f} M{mark} {run['num_ranks']:>5}{columns}\n"
 
 
 if __name__ == "__main__":
