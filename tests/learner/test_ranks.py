@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 from urllib.parse import urlsplit
 
 import pytest
@@ -30,11 +31,26 @@ from tests.learner.tiny_policy import make_batch, make_learner, make_policy_fold
 pytestmark = pytest.mark.slow
 
 NUM_STEPS = 2
-ALGORITHMS: dict[str, AlgorithmConfig] = {
-    "grpo": GrpoConfig(kl_coef=0.1, geometric_mask=None),
-    "ppo": PpoConfig(kl_coef=0.1, geometric_mask=None),
-    "model_critic": PpoConfig(geometric_mask=None, critic=ModelCritic(learning_rate=3e-3)),
-    "grpo_reduced_each": GrpoConfig(kl_coef=0.1, geometric_mask=None),
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training whose results must not depend on the number of ranks."""
+
+    algorithm: AlgorithmConfig
+    update_epochs: int = 1
+    reduce_gradients: Literal["each", "last"] = "last"
+
+
+CASES = {
+    "grpo": Case(GrpoConfig(kl_coef=0.1, geometric_mask=None)),
+    "grpo_reduced_each": Case(
+        GrpoConfig(kl_coef=0.1, geometric_mask=None), reduce_gradients="each"
+    ),
+    "ppo": Case(PpoConfig(kl_coef=0.1, geometric_mask=None)),
+    "model_critic": Case(
+        PpoConfig(geometric_mask=None, critic=ModelCritic(learning_rate=3e-3)), update_epochs=2
+    ),
 }
 
 
@@ -49,13 +65,14 @@ class TrainingResult:
 
 def train(num_ranks: int, folder: Path, kind: str, checkpoint_num_ranks: int | None = None) -> None:
     """Train this rank, save a checkpoint if none was loaded, and save the result on rank 0."""
+    case = CASES[kind]
     learner = make_learner(
         str(folder / "model"),
-        ALGORITHMS[kind],
+        case.algorithm,
         num_minibatches=2,
-        update_epochs=2 if kind == "model_critic" else 1,
+        update_epochs=case.update_epochs,
         max_tokens_per_micro_batch=64,
-        memory={"reduce_gradients": "each" if kind == "grpo_reduced_each" else "last"},
+        memory={"reduce_gradients": case.reduce_gradients},
     )
     if checkpoint_num_ranks:
         learner.load(folder / f"{kind}-checkpoint-{checkpoint_num_ranks}")
@@ -106,7 +123,10 @@ def train_with_abandoned_step(folder: Path) -> None:
 def make_ppo_learner(folder: Path) -> Learner:
     """Return a learner as in `train`, with two updates per step."""
     return make_learner(
-        str(folder / "model"), ALGORITHMS["ppo"], num_minibatches=2, max_tokens_per_micro_batch=64
+        str(folder / "model"),
+        CASES["ppo"].algorithm,
+        num_minibatches=2,
+        max_tokens_per_micro_batch=64,
     )
 
 
@@ -127,7 +147,7 @@ def train_four_ranks(rank: int, folder: str) -> None:
 def train_two_ranks(rank: int, folder: str) -> None:
     """Train one of two ranks, first from the start and then from checkpoints of other ranks."""
     join_ranks(rank, folder, 2)
-    for kind in ALGORITHMS:
+    for kind in CASES:
         train(2, Path(folder), kind)
         train(2, Path(folder), kind, checkpoint_num_ranks=1)
     train(2, Path(folder), "grpo", checkpoint_num_ranks=4)
@@ -165,11 +185,11 @@ def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train each algorithm on one and two ranks, and GRPO on four; return the results' folder."""
     folder = tmp_path_factory.mktemp("runs")
     make_policy_folder(folder / "model")
-    for kind in ALGORITHMS:
+    for kind in CASES:
         train(1, folder, kind)
     mp.spawn(train_four_ranks, args=(str(folder),), nprocs=4)
     mp.spawn(train_two_ranks, args=(str(folder),), nprocs=2)
-    for kind in ALGORITHMS:
+    for kind in CASES:
         train(1, folder, kind, checkpoint_num_ranks=2)
     train(1, folder, "grpo", checkpoint_num_ranks=4)
     return folder
@@ -184,13 +204,13 @@ def test_rendezvous_port_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", ALGORITHMS)
+@pytest.mark.parametrize("kind", CASES)
 def test_training_on_two_ranks_equals_training_on_one_rank(runs_folder: Path, kind: str) -> None:
     assert_results_equal(load_result(1, runs_folder, kind), load_result(2, runs_folder, kind))
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", ALGORITHMS)
+@pytest.mark.parametrize("kind", CASES)
 def test_checkpoint_resumes_with_a_different_number_of_ranks(runs_folder: Path, kind: str) -> None:
     assert_results_equal(
         load_result(1, runs_folder, kind, checkpoint_num_ranks=2),
