@@ -14,12 +14,13 @@ import ludus.trainer.compat.gymformer.env  # noqa: F401 - registers the environm
 from ludus.env.targets.targets import environment_factory
 from ludus.proto.config import LanguageModelRun, LocalEnvironment, PpoConfig
 from ludus.proto.errors import ConfigError, NotFoundError
+from ludus.proto.runs import Transcript, TranscriptMessage, TranscriptTurn
 from ludus.trainer.compat.gymformer.env.summarization_env import ARTICLES
 from ludus.trainer.compat.gymformer.rl.common_nn import MLPCriticNetwork
 from ludus.trainer.compat.gymformer.rl.ppo import PPOConfig
 from ludus.trainer.compat.gymformer.rl.transformers_nn import LMActorNetwork, LMCriticNetwork
-from ludus.trainer.compat.gymformer.trainer.language_model import make_run
-from ludus.trainer.compat.gymformer.trainer.request import AgentRequest
+from ludus.trainer.compat.gymformer.trainer.language_model import make_run, record_returns
+from ludus.trainer.compat.gymformer.trainer.request import AgentRequest, EpisodeReturns
 from ludus.trainer.compat.gymformer.trainer.token_task import TokenTask
 from tests.compat.readme_environment import SummarizationEnv as ReadmeEnvironment
 from tests.compat.tiny_models import tiny_model
@@ -62,6 +63,30 @@ def make_request(model: str, folder: Path, **changes: Any) -> AgentRequest:
     return AgentRequest(**{**arguments, **changes})
 
 
+def make_long_episode() -> Transcript:
+    """Return an episode of three pieces; the environment inserts a text before the last piece."""
+    pieces = (("Article: ", "One "), ("", "two "), ("(hint) ", "three."))
+    turns = tuple(
+        TranscriptTurn(
+            shown=(TranscriptMessage(role="user", text=shown_text),), answer=answer, reward=0.5
+        )
+        for shown_text, answer in pieces
+    )
+    return Transcript(
+        step=1,
+        environment="summaries",
+        group=0,
+        episode=0,
+        seed=0,
+        policy_version=0,
+        status="terminated",
+        reward=1.5,
+        episode_return=1.5,
+        terms={},
+        turns=turns,
+    )
+
+
 def make_test_run(request: AgentRequest, model: str) -> LanguageModelRun:
     task = TokenTask.inspect(request.env_name, model, request.max_timesteps, request.seed)
     return make_run(request, task, Path(model), request.actor.model)
@@ -80,6 +105,29 @@ def test_update_interval_sets_the_groups_per_step(model: str, tmp_path: Path) ->
         "wrong number of steps for fewer episodes than one update"
     )
     assert small_run.rollout.group_size * small_run.training.groups_per_step == 3
+
+
+@pytest.mark.slow
+def test_num_envs_changes_only_the_final_evaluation(model: str, tmp_path: Path) -> None:
+    small_run, large_run = (
+        make_test_run(make_request(model, tmp_path, num_envs=num_envs), model)
+        for num_envs in (1, 512)
+    )
+    assert (small_run.eval.num_games, large_run.eval.num_games) == (100, 512)
+    assert large_run.model_copy(update={"eval": small_run.eval}) == small_run
+
+
+def test_callback_receives_the_whole_completion_of_a_long_episode(
+    model: str, tmp_path: Path
+) -> None:
+    calls: list[tuple[Any, ...]] = []
+    request = make_request(
+        model, tmp_path, log_interval=1, callback=lambda *arguments: calls.append(arguments)
+    )
+    record_returns(request, EpisodeReturns(), [make_long_episode()])
+    (call,) = calls
+    assert call[:6] == ("Article: ", "One two (hint) three.", 0.5, True, False, 1)
+    assert call[6] == pytest.approx(0.075)
 
 
 @pytest.mark.slow

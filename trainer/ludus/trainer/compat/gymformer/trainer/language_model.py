@@ -88,13 +88,13 @@ async def _train(trainer: Trainer, request: AgentRequest) -> tuple[EpisodeReturn
     returns = EpisodeReturns()
     async with trainer:
         async for step in trainer.steps():
-            _record_returns(request, returns, step.transcripts)
+            record_returns(request, returns, step.transcripts)
         await trainer.train()
         checkpoint = await trainer.save()
     return returns, checkpoint / MODEL_FOLDER
 
 
-def _record_returns(
+def record_returns(
     request: AgentRequest, returns: EpisodeReturns, episodes: Sequence[Transcript]
 ) -> None:
     """Append the returns of the episodes, and call the callback when due."""
@@ -104,11 +104,16 @@ def _record_returns(
         returns.append(episode.episode_return)
         if request.callback is None or len(returns) % request.log_interval:
             continue
-        last_turn = episode.turns[-1]
+        first_turn, *later_turns = episode.turns
+        later_texts = [
+            text
+            for turn in later_turns
+            for text in (*(message.text for message in turn.shown), turn.answer)
+        ]
         request.callback(
-            "".join(message.text for message in last_turn.shown),
-            last_turn.answer,
-            last_turn.reward,
+            "".join(message.text for message in first_turn.shown),
+            "".join([first_turn.answer, *later_texts]),
+            episode.turns[-1].reward,
             episode.status == "terminated",
             episode.status == "truncated",
             len(returns),
@@ -183,7 +188,7 @@ def make_run(
                 "group_size": group_size,
                 # PPO compares with a critic, not with other episodes of the same prompt.
                 "group_seed": "independent",
-                "num_groups_in_flight": max(num_groups, request.num_envs // group_size),
+                "num_groups_in_flight": num_groups,
                 "num_gpus_per_worker": gpu_share,
             },
             "algorithm": _make_algorithm(ppo, model_path, task.kl_coef),
