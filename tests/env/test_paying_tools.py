@@ -10,6 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
+from mcp import ClientSession
+from mcp.client.streamable_http import streamable_http_client
 from websockets.asyncio.client import connect
 
 from ludus.env import ToolResult
@@ -26,6 +28,7 @@ from ludus.env.sessions.options import ServerOptions
 from ludus.proto.errors import EpisodeStateError, ErrorCode, SessionLostError, ToolError
 from tests.env.paying_env import PayingEnv
 from tests.env.served import serve, server_address
+from tests.env.test_isolation import serve_workers
 from tests.gateway.gateways import connect_client, count_sessions, get_sessions, run_gateway
 
 RIGHT = ToolResult({"right": True}, 1.0, terminated=True, success=True)
@@ -67,6 +70,49 @@ async def test_tool_pays_and_ends_the_episode(wire: str, factory: type[PayingEnv
         await session.reset(seed=3)
         assert (await session.step({"add": 1})).step_index == 1
         assert await session.call_tool("give_up") == ToolResult({}, truncated=True)
+
+
+@pytest.mark.slow
+async def test_tool_in_a_worker_process_pays_and_ends_the_episode() -> None:
+    async with (
+        serve_workers(PayingEnv, "pool") as server,
+        await AsyncEnvClient.connect(server.grpc_address) as client,
+    ):
+        session, _ = await client.open(seed=1, close_when_done=True)
+        other_session, _ = await client.open(seed=1)
+        assert await session.call_tool("tip") == ToolResult({"paid": True}, reward=0.5)
+        assert await submit(session) == RIGHT
+        with pytest.raises(SessionLostError, match="its episode ended"):
+            await session.step({"add": 1})
+        assert await submit(other_session, "sun") == ToolResult(
+            {"right": False}, 0.0, terminated=True, success=False
+        )
+        with pytest.raises(EpisodeStateError, match="is over"):
+            await other_session.call_tool("tip")
+        assert (await other_session.call_tool("look")).content == {"word": "moon"}
+        await other_session.reset(seed=2)
+        assert await other_session.call_tool("give_up") == ToolResult({}, truncated=True)
+        assert server.core.load.num_sessions == 1
+
+
+@pytest.mark.slow
+async def test_mcp_clients_get_the_reward_of_a_tool_in_a_worker_process() -> None:
+    async with (
+        serve_workers(PayingEnv, "pool") as server,
+        streamable_http_client(server.http_address + "/mcp") as streams,
+        ClientSession(streams[0], streams[1]) as session,
+    ):
+        await session.initialize()
+        await session.call_tool("start_episode", {"seed": 1})
+        assert (await session.call_tool("look", {})).meta is None
+        tip = await session.call_tool("tip", {})
+        assert tip.structured_content == {"paid": True}
+        assert tip.meta == {"ludus/reward": 0.5, "ludus/done": False, "ludus/success": None}
+        result = await session.call_tool("submit", {"word": "moon"})
+        assert result.structured_content == {"right": True}
+        assert result.meta == {"ludus/reward": 1.0, "ludus/done": True, "ludus/success": True}
+        refusal = await session.call_tool("tip", {})
+        assert refusal.is_error and "the episode is over" in refusal.content[0].text
 
 
 async def test_call_that_ends_the_episode_closes_the_session_on_request(wire: str) -> None:
