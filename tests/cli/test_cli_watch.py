@@ -44,6 +44,14 @@ def test_watch_of_a_finished_run_prints_the_last_episodes(ludus: RunCli, run_dir
     assert "terminated · return 1 · reward 0.9 of environment 1, brevity −0.1" in result.out
 
 
+def test_results_after_the_last_completion_are_shown(ludus: RunCli, run_dir: Path) -> None:
+    result = TranscriptMessage(role="tool", text='{"right":true}')
+    write_run(run_dir, transcript(1).model_copy(update={"unanswered": (result,)}))
+    output = ludus("watch", "demo").out
+    assert output.index('-> action "STAND"') < output.index('{"right":true}')
+    assert output.index('{"right":true}') < output.index("terminated · return 1")
+
+
 def test_episode_without_reward_terms_shows_the_return(ludus: RunCli, run_dir: Path) -> None:
     write_run(run_dir, transcript(1).model_copy(update={"terms": {}}))
     assert "terminated · return 1\n" in ludus("watch", "demo").out.replace(" \n", "\n")

@@ -24,6 +24,7 @@ from ludus.trainer.rollout.adapters.tool_adapter import (
     Toolbox,
 )
 from ludus.trainer.rollout.rewards.scoring import PlayedEpisode
+from ludus.trainer.rollout.transcript import make_transcript
 from tests.env.counting_env import CountingEnv
 from tests.env.paying_env import PayingEnv
 from tests.rollout.calculator_env import CalculatorEnv
@@ -134,6 +135,16 @@ async def test_tool_that_pays_and_ends_the_episode(chat: ChatTokenizer, wire: st
     rollout = cut_episode.rollout
     assert (rollout.status, rollout.reward) == (RolloutStatus.TRUNCATED, 0.5)
     assert rollout.limit == "", "the environment truncated the episode, not the run"
+    assert read_unanswered_texts(paid_episode) == ['{"paid": true}', '{"right": true}']
+    assert read_unanswered_texts(unpaid_episode) == ['{"right": false}']
+    assert read_unanswered_texts(cut_episode) == ['{"paid": true}', "{}"]
+
+
+def read_unanswered_texts(episode: PlayedEpisode) -> list[str]:
+    """Return the texts after the last completion in the transcript of an episode."""
+    record = make_transcript(0, 0, episode.rollout, episode.history, episode.unanswered)
+    assert {message.role for message in record.unanswered} == {"tool"}
+    return [message.text for message in record.unanswered]
 
 
 async def test_multiple_calls_in_one_completion_run_in_order(

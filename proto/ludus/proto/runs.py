@@ -213,6 +213,9 @@ class Transcript(_Record):
     """Turns of the episode. Empty if it failed before its first turn or exceeded its time."""
     num_turns_left_out: int = 0
     """Number of further turns, which are not recorded."""
+    unanswered: tuple[TranscriptMessage, ...] = ()
+    """Messages after the last completion, such as the result of a tool call that ended the
+    episode. The policy has not seen them."""
 
 
 Seconds = Annotated[float, AfterValidator(lambda value: round(value, 3))]

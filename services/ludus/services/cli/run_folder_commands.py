@@ -175,6 +175,8 @@ def show_transcript(console: Console, transcript: Transcript) -> None:
         _show_turn(console, turn)
     if transcript.num_turns_left_out:
         print_line(console, f"  ... and {transcript.num_turns_left_out} more turns", "dim")
+    for message in transcript.unanswered:
+        _show_message(console, message.role, message.text, "dim")
     if transcript.failure:
         _show_message(console, "failure", transcript.failure, "red")
     print_line(console, f"  {clean_for_terminal(describe_outcome(transcript))}\n", "dim")

@@ -80,6 +80,11 @@ class EpisodeRecord(ABC, Generic[TurnT]):
     def completion(self) -> list[Message]:
         """The messages from the first completion to the last one."""
 
+    @property
+    def unanswered(self) -> Sequence[Message]:
+        """The messages after the last completion."""
+        return ()
+
     @abstractmethod
     def refuse_if_full(self) -> None:
         """Raise an error if the limits allow no further completion."""
@@ -185,6 +190,10 @@ class Conversation(EpisodeRecord[Turn]):
     @property
     def completion(self) -> list[Message]:
         return self.messages[len(self.prompt) : self._num_answered_messages]
+
+    @property
+    def unanswered(self) -> Sequence[Message]:
+        return self.messages[self._num_answered_messages :] if self.turns else ()
 
     def _find_system_text(self, turn: Turn) -> str:
         is_first = turn is self.turns[0]

@@ -405,6 +405,7 @@ def _add_record(
         ],
         fields=fields,
         history=record.make_transcript_turns(),
+        unanswered=record.unanswered,
     )
 
 

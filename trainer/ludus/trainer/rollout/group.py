@@ -209,7 +209,9 @@ def make_transcripts(
     for episode_index, (rollout, episode) in enumerate(zip(rollouts, episodes, strict=True)):
         try:
             transcripts.append(
-                make_transcript(group_index, episode_index, rollout, episode.history)
+                make_transcript(
+                    group_index, episode_index, rollout, episode.history, episode.unanswered
+                )
             )
         except Exception:  # noqa: BLE001 - third-party messages and actions can have any form
             _log.exception("no transcript for an episode of '%s'", rollout.environment)

@@ -36,9 +36,17 @@ def count_transcripts(
 
 
 def make_transcript(
-    group_index: int, episode_index: int, rollout: Rollout, history: Iterable[TranscriptTurn]
+    group_index: int,
+    episode_index: int,
+    rollout: Rollout,
+    history: Iterable[TranscriptTurn],
+    unanswered: Sequence[Message] = (),
 ) -> Transcript:
-    """Return the transcript of a scored episode. Its step is 0 until a training step uses it."""
+    """Return the transcript of a scored episode. Its step is 0 until a training step uses it.
+
+    Args:
+        unanswered: messages after the last completion.
+    """
     turns: list[TranscriptTurn] = []
     num_characters_left = MAX_TRANSCRIPT_CHARACTERS
     for turn in history:
@@ -61,6 +69,7 @@ def make_transcript(
         failure=rollout.failure,
         turns=tuple(turns),
         num_turns_left_out=len(rollout.turns) - len(turns),
+        unanswered=_cut_messages(unanswered),
     )
 
 
@@ -74,15 +83,19 @@ def make_transcript_turn(
         text: text of the completion.
     """
     return TranscriptTurn(
-        shown=tuple(
-            TranscriptMessage(
-                role=message["role"], text=cut_text(message["content"], MAX_TEXT_CHARACTERS)
-            )
-            for message in messages
-        ),
+        shown=_cut_messages(messages),
         answer=cut_text(text, MAX_TEXT_CHARACTERS),
         action=_cut_action(action),
         reward=reward,
+    )
+
+
+def _cut_messages(messages: Sequence[Message]) -> tuple[TranscriptMessage, ...]:
+    return tuple(
+        TranscriptMessage(
+            role=message["role"], text=cut_text(message["content"], MAX_TEXT_CHARACTERS)
+        )
+        for message in messages
     )
 
 

@@ -143,7 +143,8 @@ class StepOutcome:
     """The environment's response to a completion."""
 
     messages: list[Message]
-    """Next messages for the policy; empty if the episode terminated."""
+    """Messages for the policy, such as the results of tool calls. If the episode has ended, the
+    policy does not see them. Empty if a step terminated the episode."""
     reward: float = 0.0
     status: RolloutStatus | None = None
     """Status of the ended episode; None if the episode continues."""

@@ -166,12 +166,10 @@ class ToolAdapter(EnvironmentAdapter):
             outcomes.append(await self.call_tool(call))
             if outcomes[-1].status is not None:
                 break
-        status = outcomes[-1].status
-        messages = [message for outcome in outcomes for message in outcome.messages]
         return StepOutcome(
-            [] if status is RolloutStatus.TERMINATED else messages,
+            [message for outcome in outcomes for message in outcome.messages],
             sum(outcome.reward for outcome in outcomes),
-            status,
+            outcomes[-1].status,
             [outcome.action for outcome in outcomes],
             num_calls=len(outcomes),
             num_calls_failed=sum(outcome.num_calls_failed for outcome in outcomes),

@@ -65,6 +65,8 @@ class PlayedEpisode:
     """Additional arguments, from the last result or the rollout function."""
     history: Iterable[TranscriptTurn] = ()
     """Turns of the episode for its transcript. They can be iterated only once."""
+    unanswered: Sequence[Message] = ()
+    """Messages after the last completion, for the transcript."""
     release: Callable[[], None] | None = None
     """Function that lets other episodes use the objects in `fields`; None if there are none."""
 
