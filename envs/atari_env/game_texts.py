@@ -159,14 +159,21 @@ class MemoryText:
         return f"Memory: {_format_memory(observation)}."
 
 
+_TEXT_TYPES: dict[str, type[GameText]] = {
+    "pong": PongText,
+    "breakout": BreakoutText,
+    "space_invaders": SpaceInvadersText,
+}
+
+
+def has_own_text(game: str) -> bool:
+    """Return True if the text of a game describes the situation in words."""
+    return game in _TEXT_TYPES
+
+
 def make_game_text(game: str) -> GameText:
     """Return the text of a game."""
-    text_types: dict[str, type[GameText]] = {
-        "pong": PongText,
-        "breakout": BreakoutText,
-        "space_invaders": SpaceInvadersText,
-    }
-    return text_types[game]() if game in text_types else MemoryText(game)
+    return _TEXT_TYPES[game]() if game in _TEXT_TYPES else MemoryText(game)
 
 
 def _count_steps(pixels: int) -> int:

@@ -90,6 +90,8 @@ def _load_cached_game(name: str, params_json: str) -> LoadedGame:
     params = json.loads(params_json)
     short_name = _remove_parameters(name)
     _require_registered(short_name)
+    if not params and name == short_name:
+        _require_default_parameters(short_name)
     try:
         game = pyspiel.load_game(name, params) if params else pyspiel.load_game(name)
     except (pyspiel.SpielError, TypeError) as error:
@@ -140,9 +142,34 @@ def _require_registered(short_name: str) -> None:
     hint = (
         f"did you mean {' or '.join(similar_names)}?"
         if similar_names
-        else "see pyspiel.registered_names()"
+        else "`ludus env list --family openspiel` prints all games"
     )
     raise NotFoundError(f"there is no OpenSpiel game {short_name!r}; {hint}")
+
+
+def list_playable_games() -> list[pyspiel.GameType]:
+    """Return the types of the games that can be played without parameters."""
+    return [
+        game_type
+        for game_type in pyspiel.registered_games()
+        if game_type.default_loadable
+        and not game_type.action_structs_only
+        and game_type.dynamics != _Dynamics.MEAN_FIELD
+    ]
+
+
+def _require_default_parameters(short_name: str) -> None:
+    """Check that a game can be loaded by its name alone.
+
+    Some others end the process with a C++ exception that names no parameter.
+    """
+    for game_type in pyspiel.registered_games():
+        if game_type.short_name == short_name and not game_type.default_loadable:
+            names = ", ".join(game_type.parameter_specification) or "parameters"
+            raise ConfigError(
+                f"the OpenSpiel game {short_name!r} needs parameters; set some of {names}, for"
+                f" example --option 'game={short_name}(NAME=VALUE)', or choose another game"
+            )
 
 
 def _make_sequential(name: str, game: pyspiel.Game) -> pyspiel.Game:

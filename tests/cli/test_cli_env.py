@@ -254,13 +254,6 @@ def test_options_and_address_are_mutually_exclusive(ludus: RunCli) -> None:
     assert "cannot be combined" in result.err
 
 
-def test_list_shows_installed_packages(ludus: RunCli) -> None:
-    result = ludus("env", "list")
-    assert result.code == 0
-    assert "openspiel_env" in result.out
-    assert "OpenSpiel game" in result.out
-
-
 def test_check_prints_every_rule(ludus: RunCli) -> None:
     result = ludus("env", "check", "openspiel_env", "--option", "game=catch")
     assert result.code == 0, result.out

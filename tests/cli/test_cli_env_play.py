@@ -17,6 +17,25 @@ ROOT = Path(__file__).parents[2]
 FROZEN_LAKE = ("gymnasium:FrozenLake-v1", "--option", "is_slippery=false", "--seed", "3")
 GOAL_ACTIONS = ["RIGHT", "RIGHT", "DOWN", "DOWN", "DOWN", "RIGHT"]
 PlayFunction = Callable[..., Outcome]
+SHOP_ENV = """
+import gymnasium
+from gymnasium import spaces
+
+class Shop(gymnasium.Env):
+    observation_space = spaces.Discrete(9)
+    action_space = spaces.Dict(item=spaces.Discrete(3), price=spaces.Box(0.0, 9.0, (1,)))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.num_sold = 0
+        return 0, {}
+
+    def step(self, action):
+        self.num_sold += 1
+        return self.num_sold, 1.0, False, False, {}
+
+gymnasium.register("Shop-v0", Shop)
+"""
 
 
 class _InterruptedInput(io.StringIO):
@@ -58,6 +77,19 @@ def test_text_numbers_and_json_are_accepted(play: PlayFunction) -> None:
     assert "less than or equal to 3, got 9" in result.out
     assert '"step_count": 2' in result.out
     assert ":quit quits" in result.out
+
+
+def test_the_json_that_the_prompt_asks_for_is_an_answer(
+    play: PlayFunction, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shops.py").write_text(SHOP_ENV)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    lines = ['{"item": 1, "price": [2.5]}', '{"action": {"item": 0, "price": [1]}}', "{}"]
+    result = play(lines, "gymnasium:shops:Shop-v0")
+    assert result.code == 0, result.err
+    assert "Observation: 1" in result.out
+    assert result.out.count("reward 1, score") == 2
+    assert result.out.count("refused: ") == 1
 
 
 @pytest.mark.parametrize("stdin", [io.StringIO, _InterruptedInput])

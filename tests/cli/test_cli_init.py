@@ -130,7 +130,8 @@ def test_new_package_works_after_pip_install(grid_maze: Path, tmp_path: Path) ->
     work_folder = tmp_path / "work"
     work_folder.mkdir()
     program = (
-        "from ludus.env.targets.targets import environment_factory, list_installed_packages\n"
+        "from ludus.env.catalogue.packages import list_installed_packages\n"
+        "from ludus.env.targets.targets import environment_factory\n"
         "print(environment_factory('grid_maze_env', {'highest': 5})().options)\n"
         "print('grid_maze_env' in [package.name for package in list_installed_packages()])\n"
         "from grid_maze_env.server.app import app\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 
 import gymnasium
 import numpy as np
@@ -317,6 +318,18 @@ def test_text_actions_are_parsed_from_names_numbers_or_json(env_id: str, answers
     for invalid_text in ("", "left and right", "7000", "[1, 2, 3]", "[" * 5000, *NON_NUMBERS):
         with pytest.raises(ActionParseError, match="expected "):
             environment.text_renderer.parse(invalid_text, observation)
+
+
+def test_an_action_with_fields_is_shown_with_the_schema_of_each_field() -> None:
+    environment = make_factory("ludus-tests/Mirror-v0", space="Dict")()
+    observation = environment.reset(seed=7).observation
+    (message,) = environment.text_renderer.render(observation, first=True)
+    schema_line = message["content"].splitlines()[1]
+    schema, _ = json.JSONDecoder().raw_decode(schema_line[schema_line.index("{") :])
+    assert set(schema["properties"]) == {"left-arm", "push"}
+    assert schema["properties"]["left-arm"]["maximum"] == 2
+    assert "$ref" not in message["content"]
+    environment.text_renderer.parse('{"left-arm": 2, "push": [0.5]}', observation)
 
 
 def test_rendered_board_marks_the_player() -> None:

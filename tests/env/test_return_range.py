@@ -126,6 +126,12 @@ def test_gymnasium_range_follows_from_rewards_and_step_limit(name, options, expe
         ("uno_env", {}, ReturnRange(-1.0, 1.0)),
         ("trading_env", {}, None),
         ("gymnasium:CartPole-v1", {}, None),
+        ("gymnasium:FrozenLake8x8-v1", {}, ReturnRange(0.0, 1.0)),
+        (
+            "gymnasium:FrozenLake-v1",
+            {"reward_schedule": [1, -1, -0.5]},
+            ReturnRange(-100.0, 100.0),
+        ),
     ],
 )
 def test_packages_declare_their_returns(target, options, expected) -> None:

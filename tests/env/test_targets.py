@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from ludus.env.catalogue.packages import list_installed_packages
 from ludus.env.client import AsyncEnvClient
 from ludus.env.serving.subprocess import LocalServer
 from ludus.env.targets.targets import (
     TargetFactory,
     check_environment_options,
     environment_factory,
-    list_installed_packages,
 )
 from ludus.proto.errors import ConfigError, NotFoundError
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from ludus.env.catalogue.packages import list_installed_packages
 from ludus.env.check import check_environment
 from ludus.env.client import AsyncEnvClient
 from ludus.env.evaluation import play_policy, summarize
 from ludus.env.serving.server import EnvServer, ServerOptions
-from ludus.env.targets.targets import list_installed_packages
 from ludus.proto.errors import ActionParseError, ConfigError, EpisodeStateError, ErrorCode
 from math_env import MathAction, MathEnv, MathObservation, make_environment
 from math_env.policies import fixed_policies

@@ -55,7 +55,7 @@ class Console:
         ale_py = _import_emulator()
         games = ale_py.roms.get_all_rom_ids()
         if game not in games:
-            hint = did_you_mean(game, games) or "ale_py.roms.get_all_rom_ids() lists all games"
+            hint = did_you_mean(game, games) or "`ludus env list --family atari` prints all games"
             raise NotFoundError(f"there is no Atari game {game!r}; {hint}")
         ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
         self._machine_key = (game, mode, difficulty)

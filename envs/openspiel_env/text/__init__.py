@@ -11,7 +11,7 @@ from .kuhn_poker import KuhnPokerRenderer
 from .renderer import GameRenderer, TextStyle
 from .tic_tac_toe import TicTacToeRenderer
 
-__all__ = ["GameRenderer", "TextStyle", "make_renderer"]
+__all__ = ["GameRenderer", "TextStyle", "has_own_text", "make_renderer"]
 
 _RENDERERS: dict[str, type[GameRenderer]] = {
     "blackjack": BlackjackRenderer,
@@ -20,6 +20,11 @@ _RENDERERS: dict[str, type[GameRenderer]] = {
     "kuhn_poker": KuhnPokerRenderer,
     "tic_tac_toe": TicTacToeRenderer,
 }
+
+
+def has_own_text(short_name: str) -> bool:
+    """Return True if a game has a separate renderer, which explains the game."""
+    return short_name in _RENDERERS
 
 
 def make_renderer(loaded_game: LoadedGame, player: int, style: TextStyle) -> GameRenderer:

@@ -14,9 +14,22 @@ The docstring under a field is its help text.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Self, get_origin
+from inspect import Parameter, isclass
+from types import UnionType
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    Self,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails, PydanticUndefined
@@ -31,6 +44,18 @@ _REWORDINGS = {
     "less than or equal to": "at most",
 }
 """Replacements of phrases in pydantic's messages."""
+
+
+_TYPE_NAMES: dict[Any, str] = {
+    bool: "true or false",
+    int: "integer",
+    float: "number",
+    str: "text",
+    list: "list",
+    tuple: "list",
+    dict: "JSON object",
+}
+"""Descriptions of types for people."""
 
 
 class EnvironmentOptions(BaseModel):
@@ -83,6 +108,8 @@ class Option:
     """The default as text; "" if there is none or if it is empty."""
     is_list: bool
     is_switch: bool
+    type_text: str = ""
+    """Kind of values, for example "integer" or "compact or rules"; "" if unknown."""
 
 
 def make_variable_name(options_type: type[EnvironmentOptions], option: str) -> str:
@@ -99,12 +126,61 @@ def list_options(options_type: type[EnvironmentOptions]) -> list[Option]:
             name=name,
             variable=make_variable_name(options_type, name),
             help=" ".join((field.description or "").split()),
-            default=_format_default(field.get_default(call_default_factory=True)),
+            default=format_default(field.get_default(call_default_factory=True)),
             is_list=get_origin(field.annotation) is tuple,
             is_switch=field.annotation is bool,
+            type_text=describe_type(field.annotation),
         )
         for name, field in options_type.model_fields.items()
     ]
+
+
+def list_parameters(function: Callable[..., Any]) -> list[Option]:
+    """Return the parameters of a class or function that makes environments, as options.
+
+    `self`, positional-only parameters and `**options` are left out.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+        annotations = get_type_hints(function.__init__ if isclass(function) else function)
+    except Exception:  # noqa: BLE001 - third-party signatures may not be readable
+        return []
+    kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    return [
+        Option(
+            name=parameter.name,
+            variable="",
+            help="",
+            default=format_default(parameter.default),
+            is_list=False,
+            is_switch=False,
+            type_text=_describe_parameter(parameter, annotations),
+        )
+        for parameter in parameters
+        if parameter.kind in kinds
+    ]
+
+
+def _describe_parameter(parameter: Parameter, annotations: Mapping[str, Any]) -> str:
+    """Describe the type of a parameter by its annotation, or otherwise by its default."""
+    if parameter.name in annotations:
+        return describe_type(annotations[parameter.name])
+    has_default = parameter.default not in (Parameter.empty, None)
+    return describe_type(type(parameter.default)) if has_default else ""
+
+
+def describe_type(annotation: Any) -> str:
+    """Describe the values of a type for people; "" if the type has no description."""
+    arguments = get_args(annotation)
+    origin = get_origin(annotation)
+    if origin is Literal:
+        return " or ".join(map(str, arguments))
+    if origin is Annotated:
+        return describe_type(arguments[0])
+    if origin in (Union, UnionType):
+        descriptions = [describe_type(argument) for argument in arguments]
+        return " or ".join(description for description in descriptions if description)
+    return _TYPE_NAMES.get(origin or annotation, "")
 
 
 def format_option_table(options_type: type[EnvironmentOptions]) -> str:
@@ -116,12 +192,13 @@ def format_option_table(options_type: type[EnvironmentOptions]) -> str:
     return "\n".join(lines)
 
 
-def _format_default(default: Any) -> str:
-    if default is PydanticUndefined or default is None or default in ("", (), {}):
+def format_default(default: Any) -> str:
+    """Return a default as text; "" if there is none or if it is empty."""
+    if default in (PydanticUndefined, Parameter.empty, None, "", (), {}):
         return ""
     if isinstance(default, bool):
         return str(default).lower()
-    return " ".join(default) if isinstance(default, tuple) else str(default)
+    return " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
 
 
 def _parse_object(value: Any) -> Any:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.env.contract.schema import random_policy
@@ -18,8 +15,12 @@ from ludus.env.evaluation import (
     play_policy,
     summarize,
 )
-from ludus.env.targets.policies import find_policies_function, has_module, load_policies
-from ludus.env.targets.targets import environment_factory, is_package, require_package
+from ludus.env.targets.policies import (
+    compute_exact_returns,
+    find_policies_function,
+    load_policies,
+)
+from ludus.env.targets.targets import is_package, require_package
 from ludus.env.types import EnvironmentDescription
 from ludus.proto.errors import EpisodesFailedError, NotFoundError, UnavailableError
 from ludus.proto.runs import PolicyResult
@@ -76,7 +77,7 @@ async def run_benchmark(
         if is_package(package):
             require_package(package)
         policies = _select_policies(package, description, plan)
-        exact_returns = _compute_exact_returns(package, description.options)
+        exact_returns = compute_exact_returns(package, description.options)
         num_concurrent = min(MAX_CONCURRENT, description.max_sessions)
 
         async def measure_policy(name: str, policy: FixedPolicy) -> BenchResult:
@@ -142,23 +143,3 @@ def _select_policies(
         if name not in policies:
             raise NotFoundError(f"--policy must be one of {', '.join(policies)}, got '{name}'")
     return {name: policies[name] for name in plan.policy_names or policies}
-
-
-def _compute_exact_returns(package: str, options: Mapping[str, Any]) -> dict[str, float]:
-    """Return the exact expected returns of fixed policies, by name; {} if they are unknown.
-
-    The parameters of `<package>.solutions.reference_returns` are the options on which the returns
-    depend. Its results are valid only if the environment has no other options.
-    """
-    if not has_module(package, "solutions"):
-        return {}
-    solve = importlib.import_module(f"{package}.solutions").reference_returns
-    parameters = inspect.signature(solve).parameters
-    solved_options = {name: options[name] for name in parameters if name in options}
-    environment = environment_factory(package, solved_options)()
-    try:
-        if environment.options != options:
-            return {}
-    finally:
-        environment.close()
-    return {name: solution.expected_return for name, solution in solve(**solved_options).items()}

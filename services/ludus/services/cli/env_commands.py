@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TimeRemainingColumn
-from rich.text import Text
 
 from ludus.proto.errors import ConfigError
 from ludus.proto.paths import expand_home
-from ludus.services.cli.console import get_stderr, get_stdout, make_table, print_line
+from ludus.services.cli.console import get_stderr, get_stdout, print_line
 from ludus.services.cli.env_check import check
+from ludus.services.cli.env_list import list_environments
 from ludus.services.cli.env_play import play
 from ludus.services.cli.env_record import record
 from ludus.services.cli.env_replay import replay
 from ludus.services.cli.env_serve import serve
+from ludus.services.cli.env_show import show_environment
 from ludus.services.cli.env_targets import serve_target
 from ludus.services.cli.options import TARGET_HELP, Options, TokenEnv, parse_options
 from ludus.services.cli.tables import make_bench_notes, make_bench_table
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from ludus.services.cli.bench import BenchPlan, BenchResult
 
 app = typer.Typer(help="Write, serve, check and play environments.", no_args_is_help=True)
+app.command("list")(list_environments)
+app.command("show")(show_environment)
 for command in (serve, check, play, record, replay):
     app.command()(command)
 
@@ -65,26 +68,6 @@ def init(
     )
     for line in (*paths, "", *next_commands):
         print_line(get_stdout(), str(line))
-
-
-@app.command("list")
-def list_packages() -> None:
-    """List the environment packages that are installed.
-
-    Example: `ludus env list`
-    """
-    from ludus.env.targets.targets import list_installed_packages
-
-    table = make_table("package", "version", "description")
-    packages = list_installed_packages()
-    for package in packages:
-        table.add_row(Text(package.name), Text(package.version), Text(package.summary))
-    console = get_stdout()
-    if packages:
-        console.print(table)
-    else:
-        print_line(console, "no environment package is installed; try: pip install 'ludus[envs]'")
-    print_line(console, "also: gymnasium:<id>, openenv:module:Class, module:Class", "dim")
 
 
 @app.command()

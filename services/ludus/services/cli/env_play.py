@@ -247,14 +247,18 @@ class _TerminalPlay:
 
 
 def _parse_answer(line: str, schema: dict[str, Any], has_text: bool) -> dict[str, Any] | str:
-    """Parse a line as an action: a JSON object, a text, or the value of the only field."""
+    """Parse a line as an action: a JSON object, a text, or the value of the only field.
+
+    With a text renderer, a JSON object without the fields of an action is a text, because the
+    renderer may ask for one.
+    """
     try:
         answer = json.loads(line)
     except (ValueError, RecursionError):
         answer = line
-    if isinstance(answer, dict):
-        return answer
     required_fields = schema.get("required", [])
+    if isinstance(answer, dict) and (not has_text or answer.keys() >= set(required_fields)):
+        return answer
     return line if has_text or len(required_fields) != 1 else {required_fields[0]: answer}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -12,9 +11,7 @@ import typer
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.proto.paths import expand_home
 from ludus.services.cli.console import get_stdout, make_table, print_line
-
-_CONFIG_NAMES = ("tiny.toml", "ppo.toml")
-"""Names of configurations that train on a laptop. Only examples with one of them can be copied."""
+from ludus.services.cli.examples import extract_description, find_laptop_config, require_examples
 
 
 def init(
@@ -32,7 +29,7 @@ def init(
     if not example:
         table = make_table("example", "description")
         for name, config in examples.items():
-            table.add_row(name, _extract_description(config.read_text(encoding="utf-8")))
+            table.add_row(name, extract_description(config.read_text(encoding="utf-8")))
         console.print(table)
         return
     if example not in examples:
@@ -45,25 +42,8 @@ def init(
 
 def _find_examples() -> dict[str, Path]:
     """Return the configuration of each packaged example, by the example's name."""
-    spec = find_spec("ludus.examples")
-    locations = spec.submodule_search_locations or () if spec else ()
-    # An editable installation adds a location that does not exist, in which glob finds nothing.
-    folders = sorted(folder for location in locations for folder in Path(location).glob("*"))
-    if not folders:
-        raise NotFoundError("the examples are not installed; run: pip install ludus")
-    configs: dict[str, Path] = {}
-    for folder in folders:
-        for config in (folder / name for name in _CONFIG_NAMES):
-            if config.is_file():
-                configs.setdefault(folder.name, config)
-    return configs
-
-
-def _extract_description(config_text: str) -> str:
-    """Return the first sentence of the comment at the start of a configuration."""
-    comment = re.match(r"(?:#[^\n]*\n)*", config_text)
-    words = re.sub(r"\n?# ?", " ", comment.group() if comment else "").split()
-    return re.split(r"(?<=[.:]) ", " ".join(words), maxsplit=1)[0].rstrip(":")
+    configs = {folder.name: find_laptop_config(folder) for folder in require_examples()}
+    return {name: config for name, config in configs.items() if config is not None}
 
 
 def _copy_example(name: str, config: Path, output_dir: Path) -> list[Path]:

@@ -35,8 +35,8 @@ Overrides = Annotated[
 # Environments.
 
 TARGET_HELP = (
-    "Package (openspiel_env), module:Class, gymnasium:CartPole-v1, openenv:module:Class,"
-    " openenv:module:app"
+    "Target of `ludus env list` (openspiel:chess, gymnasium:CartPole-v1), package (uno_env),"
+    " module:Class, openenv:module:Class, openenv:module:app"
 )
 Target = Annotated[str, typer.Argument(metavar="TARGET", help=f"{TARGET_HELP}.")]
 TargetOrAddress = Annotated[

@@ -2,29 +2,61 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
+import inspect
+from collections.abc import Mapping
+from typing import Any
 
+from ludus.env.catalogue.importing import has_module, load_object
+from ludus.env.catalogue.registry import find_source
 from ludus.env.evaluation import FixedPolicy
-from ludus.env.targets.targets import is_package, load_object
+from ludus.env.targets.targets import environment_factory
 from ludus.env.types import JsonObject
 from ludus.proto.errors import ConfigError
 
 _POLICIES_MODULE = "policies"
+_SOLUTIONS_MODULE = "solutions"
 
 
-def find_policies_function(package: str) -> str | None:
-    """Return the path of the function that builds a package's fixed policies, or None."""
-    if not has_module(package, _POLICIES_MODULE):
+def find_package(target: str) -> str | None:
+    """Return the environment package of a target, or None if the target belongs to no package.
+
+    The package of "openspiel:chess" is "openspiel_env".
+    """
+    prefix, _, name = target.partition(":")
+    if not name:
+        return target
+    source = find_source(prefix)
+    return source.package or None if source is not None else None
+
+
+def find_policies_function(target: str) -> str | None:
+    """Return the path of the function that builds the fixed policies of a package, or None."""
+    package = find_package(target)
+    if package is None or not has_module(f"{package}.{_POLICIES_MODULE}"):
         return None
     return f"{package}.{_POLICIES_MODULE}:fixed_policies"
 
 
-def has_module(package: str, module: str) -> bool:
-    """Return whether an environment package has a module of this name."""
+def compute_exact_returns(target: str, options: Mapping[str, Any]) -> dict[str, float]:
+    """Return the exact expected returns of fixed policies, by name; {} if they are unknown.
+
+    The parameters of `<package>.solutions.reference_returns` are the options on which the returns
+    depend. Its results are valid only if the environment has no other options.
+    """
+    package = find_package(target)
+    if package is None or not has_module(f"{package}.{_SOLUTIONS_MODULE}"):
+        return {}
+    solve = importlib.import_module(f"{package}.{_SOLUTIONS_MODULE}").reference_returns
+    parameters = inspect.signature(solve).parameters
+    solved_options = {name: options[name] for name in parameters if name in options}
+    environment = environment_factory(package, solved_options)()
     try:
-        return is_package(package) and importlib.util.find_spec(f"{package}.{module}") is not None
-    except (ImportError, ValueError):
-        return False
+        if environment.options != options:
+            return {}
+    finally:
+        environment.close()
+    return {name: solution.expected_return for name, solution in solve(**solved_options).items()}
 
 
 def load_policies(function_path: str, options: JsonObject) -> dict[str, FixedPolicy]:

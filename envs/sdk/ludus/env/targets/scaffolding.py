@@ -9,7 +9,7 @@ import keyword
 import re
 from pathlib import Path
 
-from ludus.env.targets.targets import PACKAGE_SUFFIX
+from ludus.env.catalogue.packages import PACKAGE_SUFFIX
 from ludus.proto.errors import ConfigError
 
 _NAME_PATTERN = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")

@@ -4,9 +4,12 @@
 |---------------------------|----------------------------------------------------------------|
 | `openspiel_env`           | an installed package with `make_environment`                   |
 | `module:Class`            | an `Environment` subclass, or a function that returns one      |
+| `PREFIX:NAME`             | an environment of a package that declares the prefix           |
 | `gymnasium:CartPole-v1`   | an id for `gymnasium.make`; `module:id` also works             |
 | `openenv:module:Class`    | an environment class written for OpenEnv, unchanged            |
 | `openenv:module:app`      | the application that OpenEnv's `create_app` returned           |
+
+`registry.py` finds the prefixes; a module with the name of a prefix cannot be a target.
 
     (target, options) --environment_factory--> TargetFactory --()--> Environment
 
@@ -17,21 +20,27 @@ Modules are also imported from the working directory.
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 import inspect
 import os
 import sys
 from dataclasses import dataclass, field
-from importlib.metadata import metadata, packages_distributions
 from inspect import Parameter
-from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal, get_type_hints
 
 import orjson
 
-from ludus.env.adapters import GYMNASIUM, OPENENV
+from ludus.env.adapters import GYMNASIUM
+from ludus.env.catalogue.importing import (
+    add_working_directory,
+    has_module,
+    import_module,
+    load_object,
+    suggest_module,
+)
+from ludus.env.catalogue.listing import read_catalogue, suggest_targets
+from ludus.env.catalogue.registry import find_source
+from ludus.env.catalogue.sources import unwrap_builder
 from ludus.env.environment import AnyEnvironment, Builder, Environment
 from ludus.env.sessions.hosts import EnvironmentFactory
 from ludus.env.types import JsonObject
@@ -43,8 +52,6 @@ from ludus.proto.errors import (
     did_you_mean,
 )
 
-PACKAGE_SUFFIX = "_env"
-"""Suffix of the names of environment packages."""
 _MAIN = "__main__"
 _MAIN_IN_WORKERS = "__ludus_main__"
 """Module name under which workers import the main script, so that it starts no server there."""
@@ -77,12 +84,12 @@ class TargetFactory:
     @property
     def one_per_process(self) -> bool:
         """True if a process can have only one of its environments at a time."""
-        return bool(getattr(_find_builder(self.target), "one_per_process", False))
+        return bool(getattr(unwrap_builder(_find_builder(self.target)), "one_per_process", False))
 
     @property
     def needs_network(self) -> bool:
         """False if its environments declare that they need no network."""
-        builder: Any = _find_builder(self.target)
+        builder = unwrap_builder(_find_builder(self.target))
         if not inspect.isclass(builder):
             try:
                 builder = get_type_hints(builder).get("return")
@@ -115,15 +122,6 @@ class TargetFactory:
                 f" {type(environment).__name__}; {_suggest_target(self.target, environment)}"
             )
         return environment
-
-
-@dataclass(frozen=True, slots=True)
-class EnvironmentPackage:
-    """An installed environment package."""
-
-    name: str
-    version: str
-    summary: str
 
 
 def environment_factory(target: str, options: JsonObject) -> TargetFactory:
@@ -185,75 +183,53 @@ def is_package(target: str) -> bool:
     return ":" not in target
 
 
-def list_installed_packages() -> list[EnvironmentPackage]:
-    """List the installed environment packages by name, without importing them."""
-    distributions = packages_distributions()
-    names = sorted(
-        name for name in distributions if name.endswith(PACKAGE_SUFFIX) and _has_server_app(name)
-    )
-    return [_describe_package(name, distributions[name][0]) for name in names]
-
-
 def require_package(name: str) -> None:
     """Check that a package of this name can be imported.
 
     Raises:
         NotFoundError: the package does not exist; the message suggests similar names.
     """
-    _add_working_directory()
-    try:
-        exists = importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        exists = False
-    if exists:
+    if has_module(name):
         return
-    names = [package.name for package in list_installed_packages()]
-    hint = did_you_mean(name, names) or f"installed: {', '.join(names) or 'none'}"
-    if not name.isidentifier():
-        hint = _suggest_module(name)
+    if "/" in name or name.endswith(".py"):
+        hint = suggest_module(name)
+    else:
+        entries = read_catalogue().entries
+        hint = suggest_targets(name, entries) or "`ludus env list` prints all environments"
     raise NotFoundError(f"no environment package '{name}'; {hint}")
-
-
-def load_object(target: str, path: str) -> Any:
-    """Return the object that `module:attribute` names.
-
-    Raises:
-        NotFoundError: the module or attribute does not exist.
-        ConfigError: the path does not have this form, or the module cannot be imported.
-    """
-    module_name, _, attributes = path.partition(":")
-    if not module_name or not attributes:
-        raise ConfigError(f"the target must have the form module:Class, got '{target}'")
-    module = _import_module(target, module_name)
-    target_object: Any = module
-    for attribute in attributes.split("."):
-        if not hasattr(target_object, attribute):
-            names = [name for name in vars(target_object) if not name.startswith("_")]
-            hint = did_you_mean(attribute, names) or f"see {getattr(module, '__file__', '')}"
-            raise NotFoundError(f"'{module_name}' has no '{attributes}'; {hint}")
-        target_object = getattr(target_object, attribute)
-    return target_object
 
 
 @functools.lru_cache(maxsize=64)
 def _find_builder(target: str) -> Builder:
-    prefix, _, target_path = target.partition(":")
-    if prefix == GYMNASIUM and target_path:
-        return _load_gymnasium_builder(target_path)
-    if prefix == OPENENV and target_path:
-        from ludus.env.adapters.openenv.environment import make_openenv_builder
-
-        return make_openenv_builder(target, load_object(target, target_path))
-    if target_path:
+    prefix, _, name = target.partition(":")
+    source = find_source(prefix) if name else None
+    if source is not None:
+        add_working_directory()
+        return source.make_builder(name)
+    if name:
+        _require_module(target, prefix)
         return _load_object_builder(target)
     require_package(target)
-    builder: Builder | None = getattr(_import_module(target, target), "make_environment", None)
+    builder: Builder | None = getattr(import_module(target, target), "make_environment", None)
     if builder is None:
         raise ConfigError(
             f"'{target}' has no make_environment(**options); name an environment package, or a"
             f" class in it as {target}:Class"
         )
     return builder
+
+
+def _require_module(target: str, name: str) -> None:
+    """Check that the module of a target exists. The name may be meant as a prefix.
+
+    Raises:
+        NotFoundError: there is no such module, and the catalogue has a similar target.
+    """
+    if not name.isidentifier() or has_module(name):
+        return
+    hint = suggest_targets(target, read_catalogue().entries)
+    if hint:
+        raise NotFoundError(f"no module or prefix '{name}' (from target '{target}'); {hint}")
 
 
 def _load_object_builder(target: str) -> Builder:
@@ -272,19 +248,6 @@ def _load_object_builder(target: str) -> Builder:
     return builder
 
 
-def _load_gymnasium_builder(env_id: str) -> Builder:
-    try:
-        from ludus.env.adapters.gymnasium.environment import make_gymnasium_builder
-    except ModuleNotFoundError as error:
-        if error.name != GYMNASIUM:
-            raise
-        raise ConfigError(
-            f"'{GYMNASIUM}:{env_id}' needs Gymnasium, which is not installed; pip install gymnasium"
-        ) from None
-    _add_working_directory()
-    return make_gymnasium_builder(env_id)
-
-
 def _suggest_target(target: str, target_object: object) -> str:
     """Suggest the target that the user may have meant."""
     object_type = target_object if inspect.isclass(target_object) else type(target_object)
@@ -294,35 +257,6 @@ def _suggest_target(target: str, target_object: object) -> str:
     if GYMNASIUM in modules:
         return "for a Gymnasium environment, register it and use the target gymnasium:<id>"
     return "subclass ludus.env.Environment"
-
-
-def _import_module(target: str, name: str) -> ModuleType:
-    _add_working_directory()
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        missing_module = error.name or name
-        if name == missing_module or name.startswith(f"{missing_module}."):
-            raise NotFoundError(
-                f"no module '{name}' (from target '{target}') in "
-                f"{_find_folder() or 'the working folder'} or in the installed modules; "
-                f"{_suggest_module(name)}"
-            ) from None
-        raise ConfigError(
-            f"'{target}' needs the module '{missing_module}', which is not installed;"
-            f" pip install {missing_module.partition('.')[0]}"
-        ) from error
-    except Exception as error:  # third-party code
-        raise ConfigError(
-            f"'{target}' cannot be imported: {describe_code_error(error)}; correct the module"
-        ) from error
-
-
-def _suggest_module(name: str) -> str:
-    """Return a remedy for a module that does not exist; `name` may be the path of its file."""
-    if "/" in name or name.endswith(".py"):
-        return f"for a file, give its module and class, {Path(name).stem}:Class, from its folder"
-    return "check the spelling, or run from the folder that contains it"
 
 
 def _find_unknown_option(builder: Builder, options: JsonObject) -> str:
@@ -339,32 +273,6 @@ def _find_unknown_option(builder: Builder, options: JsonObject) -> str:
         return ""
     hint = did_you_mean(unknown_names[0], names) or f"it has {', '.join(names) or 'no options'}"
     return f": unknown option '{unknown_names[0]}'; {hint}"
-
-
-def _add_working_directory() -> None:
-    # Installed commands do not import from the working directory; `python -m` does.
-    folder = _find_folder()
-    if folder and folder not in sys.path and "" not in sys.path:
-        sys.path.append(folder)
-
-
-def _find_folder() -> str:
-    """Return the working folder; "" if it was removed."""
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        return ""
-
-
-def _has_server_app(name: str) -> bool:
-    spec = importlib.util.find_spec(name)
-    folders = spec.submodule_search_locations if spec is not None else None
-    return any((Path(folder) / "server" / "app.py").is_file() for folder in folders or ())
-
-
-def _describe_package(name: str, distribution: str) -> EnvironmentPackage:
-    headers = metadata(distribution)
-    return EnvironmentPackage(name, headers["Version"], headers["Summary"] or "")
 
 
 def _look_up(module: str, qualname: str) -> object:

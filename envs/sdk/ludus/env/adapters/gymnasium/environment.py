@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,6 +28,7 @@ from pydantic import Field, ValidationError, create_model
 from ludus.env.adapters import GYMNASIUM
 from ludus.env.adapters.gymnasium.guides import Guide, find_guide
 from ludus.env.adapters.gymnasium.interface_check import InterfaceCheck
+from ludus.env.adapters.gymnasium.modules import find_package_name, suggest_registering_module
 from ludus.env.adapters.gymnasium.spaces import (
     AnySpace,
     SpaceCodec,
@@ -36,7 +36,7 @@ from ludus.env.adapters.gymnasium.spaces import (
     make_codec,
     to_plain_json,
 )
-from ludus.env.adapters.gymnasium.success import find_success, is_game
+from ludus.env.adapters.gymnasium.success import find_return_range, find_success, is_game
 from ludus.env.adapters.gymnasium.text import (
     MAX_LISTED_ACTIONS,
     GymnasiumRenderer,
@@ -45,7 +45,7 @@ from ludus.env.adapters.gymnasium.text import (
     require_picture,
 )
 from ludus.env.environment import AnyEnvironment, Builder, Environment
-from ludus.env.options import explain_errors
+from ludus.env.options import Option, explain_errors, format_default, list_parameters
 from ludus.env.types import (
     Action,
     ActionT,
@@ -95,8 +95,8 @@ class EpisodicGymnasiumEnvironment(Environment[ActionT, ObservationT, GymnasiumS
 
     @property
     def return_range(self) -> ReturnRange | None:
-        """The range that follows from `reward_range` and the step limit, if both exist."""
-        return _find_return_range(self.gym_env)
+        """The range that the environment declares; see `find_return_range`."""
+        return find_return_range(self.gym_env)
 
     def close(self) -> None:
         """Close the environment."""
@@ -220,22 +220,6 @@ class GymnasiumEnvironment(EpisodicGymnasiumEnvironment[Action, Observation]):
             ) from error
 
 
-def _find_return_range(environment: AnyGymnasiumEnv) -> ReturnRange | None:
-    """Return the range of an episode's return.
-
-    Older environments declare the range of one step's reward, as `reward_range`. The default of
-    that attribute is infinite.
-    """
-    num_steps = getattr(environment.spec, "max_episode_steps", None)
-    try:
-        lowest, highest = map(float, getattr(environment.unwrapped, "reward_range", ()))
-    except (TypeError, ValueError):
-        return None
-    if num_steps is None or not -math.inf < lowest < highest < math.inf:
-        return None
-    return ReturnRange(min(lowest, lowest * num_steps), max(highest, highest * num_steps))
-
-
 def make_gymnasium_builder(env_id: str) -> Builder:
     """Return a function that creates environments with an id and options of `gymnasium.make`.
 
@@ -353,11 +337,18 @@ def _find_spec(env_id: str) -> gymnasium.envs.registration.EnvSpec:
             importlib.import_module(module_name)
         return gymnasium.spec(env_name)
     except ModuleNotFoundError as error:
+        missing_module = error.name or module_name
+        package_name = find_package_name(missing_module)
         raise NotFoundError(
-            f"'{GYMNASIUM}:{env_id}' needs the module '{error.name}', which is not installed"
+            f"'{GYMNASIUM}:{env_id}' needs the module '{missing_module}', which is not installed;"
+            f" pip install {package_name}"
         ) from error
     except gymnasium.error.Error as error:
-        hint = did_you_mean(env_name, gymnasium.registry) or "see gymnasium.pprint_registry()"
+        hint = (not module_name and suggest_registering_module(env_name)) or (
+            did_you_mean(env_name, gymnasium.registry)
+            or "`ludus env list --family gymnasium` prints all ids; for an id of another package,"
+            " name the module that registers it: gymnasium:MODULE:ID"
+        )
         raise NotFoundError(
             f"Gymnasium has no environment '{env_name}'; {hint} ({error})"
         ) from None
@@ -365,17 +356,48 @@ def _find_spec(env_id: str) -> gymnasium.envs.registration.EnvSpec:
 
 def _add_text_rendering(env_id: str, options: JsonObject) -> JsonObject:
     """Add text rendering to the options if the environment supports it and no mode is set."""
-    entry_point = _find_spec(env_id).entry_point
-    if "render_mode" in options or entry_point is None:
+    if "render_mode" in options:
         return options
-    try:
-        env_class = load_env_creator(entry_point) if isinstance(entry_point, str) else entry_point
-    except (gymnasium.error.Error, ImportError) as error:
-        raise _make_missing_library_error(env_id, error) from error
+    env_class = _load_env_class(env_id)
     render_modes = getattr(env_class, "metadata", {}).get("render_modes", ())
     if _TEXT_RENDER_MODE not in render_modes:
         return options
     return {**options, "render_mode": _TEXT_RENDER_MODE}
+
+
+def _load_env_class(env_id: str) -> Any:
+    """Return the class or function that makes the environments of an id; None if there is none."""
+    entry_point = _find_spec(env_id).entry_point
+    try:
+        return load_env_creator(entry_point) if isinstance(entry_point, str) else entry_point
+    except (gymnasium.error.Error, ImportError) as error:
+        raise _make_missing_library_error(env_id, error) from error
+
+
+def list_gymnasium_options(env_id: str) -> list[Option]:
+    """Return the options of an id, with the defaults that the id sets, then the adapter's own.
+
+    Raises:
+        NotFoundError: the id is not registered.
+        ConfigError: a required library is missing.
+    """
+    env_class, spec = _load_env_class(env_id), _find_spec(env_id)
+    options = list_parameters(env_class) if env_class is not None else []
+    defaults = {**spec.kwargs, "max_episode_steps": spec.max_episode_steps}
+    return [
+        replace(option, default=format_default(defaults.get(option.name, option.default)))
+        for option in (*options, *list_parameters(_declare_own_options))
+        if option.name != "render_mode"  # the adapter chooses it
+    ]
+
+
+def _declare_own_options(
+    max_episode_steps: int | None = None,
+    action_names: list[str] | None = None,
+    instructions: str = "",
+    picture_columns: int = 0,
+) -> None:
+    """Declare the options of every id, for `list_parameters`."""
 
 
 def _make_instructions(guide: Guide, environment: AnyGymnasiumEnv) -> str:

@@ -1,4 +1,6 @@
-"""The success of an episode of a Gymnasium environment, from the first source that exists.
+"""The success of an episode of a Gymnasium environment, and the range of its return.
+
+The first source that exists determines the success:
 
     info["is_success"]     value of the last step, a convention of robotics environments
     the name               goals of well-known environments
@@ -10,15 +12,19 @@ Without any of these sources, the success is unknown.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import gymnasium
 import numpy as np
 
-from ludus.env.types import JsonObject
+from ludus.env.types import JsonObject, ReturnRange
 
 _RETURN_TOLERANCE = 1e-9
 """Tolerance for rounding errors in the sum of an episode's rewards."""
+_FROZEN_LAKE_NAMES = ("FrozenLake", "FrozenLake8x8")
+_DEFAULT_SCHEDULE = (1, 0, 0)
+"""FrozenLake's rewards on the goal, in a hole and on ice."""
 
 
 def find_success(
@@ -70,3 +76,30 @@ def _find_name(environment: gymnasium.Env[Any, Any]) -> str:
     """Return the name of one of Gymnasium's own environments; "" for all others."""
     spec = environment.spec
     return spec.name if spec is not None and spec.namespace is None else ""
+
+
+def find_return_range(environment: gymnasium.Env[Any, Any]) -> ReturnRange | None:
+    """Return the range of an episode's return, or None if the environment declares none.
+
+    Older environments declare the range of one step's reward, as `reward_range`. The default of
+    that attribute is infinite.
+    """
+    num_steps = getattr(environment.spec, "max_episode_steps", None)
+    try:
+        lowest, highest = map(float, getattr(environment.unwrapped, "reward_range", ()))
+    except (TypeError, ValueError):
+        return None
+    if num_steps is None or not -math.inf < lowest < highest < math.inf:
+        return None
+    if _pays_only_at_the_end(environment):
+        return ReturnRange(lowest, highest)
+    return ReturnRange(min(lowest, lowest * num_steps), max(highest, highest * num_steps))
+
+
+def _pays_only_at_the_end(environment: gymnasium.Env[Any, Any]) -> bool:
+    """Return True for a FrozenLake whose ice pays nothing: its goal and holes end the episode."""
+    spec = environment.spec
+    if spec is None or spec.namespace is not None or spec.name not in _FROZEN_LAKE_NAMES:
+        return False
+    *_, ice_reward = spec.kwargs.get("reward_schedule", _DEFAULT_SCHEDULE)
+    return bool(ice_reward == 0)

@@ -90,7 +90,7 @@ class GymnasiumRenderer:
     def _make_answer_instructions(self) -> str:
         if self._names_by_number:
             return f"Answer with one of: {self._list_actions()}."
-        schema = self._action_type.model_json_schema()["properties"]["action"]
+        schema = _read_action_schema(self._action_type)
         labels_text = ", ".join(self.guide.action_labels)
         label_sentence = f" Its numbers are: {labels_text}." if labels_text else ""
         return f"Answer with JSON that fits this schema: {format_json(schema)}{label_sentence}"
@@ -134,6 +134,30 @@ class GymnasiumRenderer:
             raise ActionParseError(
                 f"expected an action as JSON, got {response[-200:]!r}: {error}"
             ) from None
+
+
+def _read_action_schema(action_type: type[Action]) -> JsonObject:
+    """Return the schema of the field `action`, which contains its definitions instead of names."""
+    schema = action_type.model_json_schema()
+    definitions: JsonObject = schema.get("$defs", {})
+
+    def inline(part: Any) -> Any:
+        if isinstance(part, list):
+            return [inline(element) for element in part]
+        if not isinstance(part, dict):
+            return part
+        if "$ref" in part:
+            return inline(definitions[part["$ref"].rpartition("/")[2]])
+        return {
+            key: {name: inline(child) for name, child in value.items()}
+            if key == "properties"
+            else inline(value)
+            for key, value in part.items()
+            if key != "title"
+        }
+
+    inlined_schema: JsonObject = inline(schema["properties"]["action"])
+    return inlined_schema
 
 
 def replace_colors(picture: str, color_meanings: Mapping[str, str]) -> str:

@@ -1,0 +1,1 @@
+"""Prefixes of targets, and the catalogue of environments that installed packages contain."""
