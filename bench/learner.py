@@ -203,7 +203,7 @@ def measure(
     """Time both loops in turns after one warm-up step and return the result."""
     config = LearnerConfig(
         learning_rate=LEARNING_RATE,
-        max_tokens_per_micro_batch=run.learner.max_tokens_per_micro_batch,
+        max_tokens_per_micro_batch=run.learner.known_max_tokens_per_micro_batch,
     )
     changes = {
         "learner": config,
@@ -213,7 +213,9 @@ def measure(
         "seed": 0,
     }
     learner = Learner(run.model_copy(update=changes), model_path)
-    bare = BareLoop(model_path, run.learner.max_tokens_per_micro_batch, run.learner.max_grad_norm)
+    bare = BareLoop(
+        model_path, run.learner.known_max_tokens_per_micro_batch, run.learner.max_grad_norm
+    )
     batch: Batch = collate(samples)
     coefficients = Coefficients(LEARNING_RATE, entropy=0.0, kl=0.0)
     metrics = learner.train_step(batch, coefficients)

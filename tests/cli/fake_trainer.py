@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from ludus.proto.config import LanguageModelRun, PretrainedModel
+from ludus.proto.memory_plan import MEMORY_PLAN_PREFIX, MemoryPart, MemoryPlan, MemoryUse
 from ludus.proto.metrics import EvalMetric, TrainMetric
 from ludus.proto.runs import (
     CONFIG_FILE,
@@ -60,6 +61,7 @@ def main() -> int:
         sys.stdout.write(f"{RESOLVED_PREFIX}{checked_run.model_dump_json()}\nnoise\n")
         size = ModelSize(num_parameters=1000, num_trained=100)
         sys.stdout.write(f"{MODEL_SIZE_PREFIX}{size.model_dump_json()}\n")
+        sys.stdout.write(f"{MEMORY_PLAN_PREFIX}{build_memory_plan().model_dump_json()}\n")
     if args.command == "check":
         return 0
     run = LanguageModelRun.model_validate_json(args.config.read_text())
@@ -71,6 +73,24 @@ def main() -> int:
     if scenario in ("waits", "never_stops"):
         return wait_for_signal(folder, stops_on_signal=scenario == "waits")
     return train(run, folder)
+
+
+def build_memory_plan() -> MemoryPlan:
+    """Return a plan in which the learner rank fits, and the node may be too small."""
+    rank = MemoryUse(
+        owner="learner rank",
+        memory_kind="GPU",
+        parts=(
+            MemoryPart(name="weights", num_bytes=2**29),
+            MemoryPart(name="activations", num_bytes=2**30),
+        ),
+        num_available_bytes=2**31,
+        remedy="set learner.dtype = 'bfloat16'",
+    )
+    node = rank.model_copy(
+        update={"owner": "node", "memory_kind": "main memory", "num_available_bytes": 2**20}
+    )
+    return MemoryPlan(uses=(rank, node), max_tokens_per_micro_batch=64)
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:

@@ -69,7 +69,12 @@ def test_dry_run_shows_the_run_on_one_screen_and_ends_with_ready(
     assert (
         "and the best are kept · 5.6 kB each, 22.4 kB while one is written" in lines["checkpoints"]
     )
-    assert "at least 5.6 kB for learning and 4 kB for sampling" in lines["memory"]
+    parts = "activations 1 GiB, weights 512 MiB"
+    assert lines["learner"] == f"rank  at most 1.5 GiB of 2 GiB of GPU · {parts}"
+    assert lines["node"] == (
+        "at most 1.5 GiB of 1 MiB of main memory, which may not fit: set learner.dtype = "
+        f"'bfloat16' · {parts}"
+    )
     assert list(lines)[-1] == "ready"
     assert list(tmp_path.iterdir()) == []
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,8 +11,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
@@ -38,6 +35,7 @@ from ludus.trainer.learner.micro_batches import (
     pack_one_micro_batch,
 )
 from ludus.trainer.learner.model import PolicyModel
+from tests.learner.memory_peak import MemoryPeak
 
 VOCAB_SIZE = 50
 SIZES: dict[str, Any] = {
@@ -202,39 +200,6 @@ def test_chunks_in_bfloat16_do_not_add_to_the_rounding(monkeypatch: pytest.Monke
         # The last gradient is that of the head.
         errors.append(float((results[-1].float() - exact_gradients[-1]).norm()))
     assert errors[1] < 1.1 * errors[0]
-
-
-class MemoryPeak(TorchDispatchMode):
-    """The peak of the memory of all tensors that are created within the block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_bytes = 0
-        self.peak_bytes = 0
-        self._storages: set[int] = set()
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        inputs = {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and id(tensor) not in inputs:
-                self._track(tensor.untyped_storage())
-        return result
-
-    def _track(self, storage: torch.UntypedStorage) -> None:
-        address, size = storage._cdata, storage.nbytes()
-        if address in self._storages:
-            return
-        self._storages.add(address)
-        self.num_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
-        weakref.finalize(storage, self._release, address, size)
-
-    def _release(self, address: int, size: int) -> None:
-        self._storages.discard(address)
-        self.num_bytes -= size
 
 
 @pytest.mark.slow

@@ -83,6 +83,12 @@ def format_size(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
+def format_memory(num_bytes: int) -> str:
+    """Format a size of memory in binary units, as settings use them: "512 MiB" or "2.2 GiB"."""
+    unit, divisor = ("GiB", 2**30) if num_bytes >= 2**30 else ("MiB", 2**20)
+    return f"{_format_short(num_bytes / divisor)} {unit}"
+
+
 def _format_short(number: float) -> str:
     magnitude = abs(number)
     decimals = 0 if magnitude >= 100 else 1 if magnitude >= 10 else 2 if magnitude >= 1 else 3

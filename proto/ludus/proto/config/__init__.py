@@ -61,6 +61,7 @@ from ludus.proto.config.run import (
     validate_run_json,
 )
 from ludus.proto.config.sections import (
+    DEFAULT_MAX_TOKENS_PER_MICRO_BATCH,
     CanaryConfig,
     FolderWeightStore,
     GeneratorConfig,
@@ -89,6 +90,7 @@ from ludus.proto.config.training_run import MetricsConfig, PrometheusSink, Wandb
 
 __all__ = [
     "ANY_RUN",
+    "DEFAULT_MAX_TOKENS_PER_MICRO_BATCH",
     "AgentConfig",
     "AlgorithmConfig",
     "AnyRunConfig",

@@ -269,6 +269,10 @@ class RolloutConfig(Section):
         )
 
 
+DEFAULT_MAX_TOKENS_PER_MICRO_BATCH = 16384
+"""Maximum number of tokens in a micro-batch if memory does not limit it."""
+
+
 class LearnerMemoryConfig(Section):
     """Settings of the learner that take more time and less memory."""
 
@@ -320,8 +324,9 @@ class LearnerConfig(Section):
     update_epochs: PositiveInt = 1
     """Number of passes over a batch. All passes use the old log-probs, values and advantages from
     the start of the training step."""
-    max_tokens_per_micro_batch: PositiveInt = 16384
-    """Maximum number of padded tokens in a micro-batch. The loss does not depend on it."""
+    max_tokens_per_micro_batch: PositiveInt | None = None
+    """Maximum number of padded tokens in a micro-batch. The loss does not depend on it. null takes
+    16384, or in a run of `ludus train` less if a rank has too little memory (docs/memory.md)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the computation, and of frozen weights under adapters. All other parameters and the
     optimizer state are always float32."""
@@ -352,6 +357,11 @@ class LearnerConfig(Section):
     def known_num_threads(self) -> int:
         """The number of CPU threads of each rank; 1 if it was not chosen yet."""
         return self.num_threads or 1
+
+    @property
+    def known_max_tokens_per_micro_batch(self) -> int:
+        """The maximum number of tokens in a micro-batch; the default if it was not chosen yet."""
+        return self.max_tokens_per_micro_batch or DEFAULT_MAX_TOKENS_PER_MICRO_BATCH
 
 
 class CanaryConfig(Section):
@@ -456,14 +466,20 @@ WeightStoreConfig = Annotated[
 
 
 class PlacementConfig(Section):
-    """Placement of the run's actors on the nodes of a Ray cluster. No effect on one machine."""
+    """Placement of the run's actors on the nodes of a Ray cluster, and the memory of the nodes."""
 
     learner_ranks: Literal["pack", "strict_pack"] = "pack"
     """Placement of the learner's ranks: "pack" takes as few nodes as possible, "strict_pack" takes
-    exactly one node."""
+    exactly one node. No effect on one machine."""
     join_timeout_s: NonNegativeFloat = 60.0
     """Time in seconds that a run waits for nodes that no autoscaler is adding."""
     start_timeout_s: Seconds = 1800.0
     """Time limit in seconds for starting the learner's ranks: placement, connection and loading of
     the model. The same limit applies to rollout.min_workers workers becoming ready, and to each
     placed worker loading the model and building its engine."""
+    gpu_memory_gib: PositiveFloat | None = None
+    """Memory of each GPU in GiB, for the estimate of the memory that the run needs
+    (docs/memory.md). null asks the GPUs of this machine; in a cluster it is then unknown."""
+    node_memory_gib: PositiveFloat | None = None
+    """Main memory of each node, or pod, in GiB, for the same estimate. null takes that of this
+    machine or pod; in a cluster it is then unknown."""

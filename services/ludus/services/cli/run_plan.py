@@ -13,22 +13,26 @@ from ludus.proto.config import (
     RunConfig,
     TinyModel,
 )
+from ludus.proto.memory_plan import MemoryPlan, MemoryUse
 from ludus.proto.runs import ModelSize
 from ludus.services.display import describe_environment, format_policy_name
-from ludus.services.numbers import format_compact, format_duration, format_size
+from ludus.services.numbers import format_compact, format_duration, format_memory, format_size
 
 _BYTES_PER_NUMBER = 4
-"""The learner's numbers are float32, whatever the type of its computation."""
+"""The numbers in a checkpoint are float32, whatever the type of the learner's computation."""
 _NUM_STATES = 3
-"""Additional numbers per trained parameter: two moments of Adam, and the gradient (in memory) or a
-second copy of the weights (in a checkpoint)."""
+"""Additional numbers per trained parameter in a checkpoint: two moments of Adam, and a second copy
+of the weights."""
 
 
-def list_plan_lines(run: RunConfig, size: ModelSize | None) -> Iterator[tuple[str, str]]:
+def list_plan_lines(
+    run: RunConfig, size: ModelSize | None, memory_plan: MemoryPlan | None
+) -> Iterator[tuple[str, str]]:
     """Yield the title and the text of each line of a run's plan.
 
     Args:
         size: size of a pretrained model; None if it is unknown.
+        memory_plan: memory of a language-model run; None if it is unknown.
     """
     for name, environment in run.environments.items():
         title = "environment" if len(run.environments) == 1 else name
@@ -40,8 +44,8 @@ def list_plan_lines(run: RunConfig, size: ModelSize | None) -> Iterator[tuple[st
         yield from _describe_training(run)
     yield from _describe_evaluation(run)
     yield "checkpoints", _describe_checkpoints(run, size)
-    if size is not None and isinstance(run, LanguageModelRun):
-        yield "memory", _describe_memory(run, size)
+    for use in memory_plan.uses if memory_plan else ():
+        yield use.owner, _describe_memory(use)
     yield "folder", str(Path(run.output_dir) / run.name)
 
 
@@ -138,14 +142,16 @@ def _describe_checkpoints(run: RunConfig, size: ModelSize | None) -> str:
     )
 
 
-def _describe_memory(run: LanguageModelRun, size: ModelSize) -> str:
-    num_bytes = _BYTES_PER_NUMBER if run.learner.dtype == "float32" else _BYTES_PER_NUMBER // 2
-    sampling_size = run.rollout.num_workers * num_bytes * size.num_parameters
-    return (
-        f"at least {format_size(_measure_state(size))} for learning and "
-        f"{format_size(sampling_size)} for sampling, without activations and caches"
-        f"{_describe_critic(run)}"
-    )
+def _describe_memory(use: MemoryUse) -> str:
+    """Describe a need of memory by its largest parts, and how it could be less if needed."""
+    parts = sorted(use.parts, key=lambda part: -part.num_bytes)
+    text = f"at most {format_memory(use.num_bytes)}"
+    if use.num_available_bytes is not None:
+        text += f" of {format_memory(use.num_available_bytes)}"
+    text += f" of {use.memory_kind}"
+    if not use.fits:
+        text += f", which may not fit: {use.remedy}"
+    return f"{text} · {', '.join(f'{part.name} {format_memory(part.num_bytes)}' for part in parts)}"
 
 
 def _describe_critic(run: RunConfig) -> str:
@@ -155,7 +161,7 @@ def _describe_critic(run: RunConfig) -> str:
 
 
 def _measure_state(size: ModelSize) -> int:
-    """Return the bytes of a model in training: in the learner's memory, or in a checkpoint."""
+    """Return the bytes of a model in a checkpoint."""
     num_adapters = size.num_trained if size.num_trained < size.num_parameters else 0
     num_numbers = size.num_parameters + num_adapters + _NUM_STATES * size.num_trained
     return _BYTES_PER_NUMBER * num_numbers

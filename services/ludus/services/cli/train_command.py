@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +14,7 @@ from typer.core import TyperCommand
 
 from ludus.env.text.terminal import clean_for_terminal, format_notice
 from ludus.proto.errors import ConfigError, NotFoundError, UserError
+from ludus.proto.memory_plan import MemoryPlan
 from ludus.proto.paths import describe_place, suggest_path
 from ludus.proto.runs import (
     CHECKPOINTS_FOLDER,
@@ -129,7 +131,7 @@ def train(
         return
     config = load_run_config(config_path, overrides or ())
     if is_dry_run:
-        _show_dry_run(*_check_start(config, trainer_flags), prints_json=prints_json)
+        _show_dry_run(_check_start(config, trainer_flags), prints_json=prints_json)
         return
     _check_environments(config)
     _train_and_show(config, trainer_flags)
@@ -142,26 +144,34 @@ def _train_branch(
     from ludus.services.cli.branch import plan_branch, write_branch
 
     branch = plan_branch(origin, overrides)
-    checked_config, size = _check_start(branch.config, [])
+    checked_run = _check_start(branch.config, [])
     if is_dry_run:
-        _show_dry_run(checked_config, size, prints_json=prints_json)
+        _show_dry_run(checked_run, prints_json=prints_json)
         return
     write_branch(branch)
     print_line(get_stderr(), f"starting from {branch.checkpoint}")
     _train_and_show(branch.config, make_trainer_flags(Resume.ALWAYS, overwrites=False))
 
 
-def _check_start(config: RunConfig, flags: list[str]) -> tuple[RunConfig, ModelSize | None]:
-    """Check everything that could stop a run from starting; exit if something does.
+@dataclass(frozen=True, slots=True)
+class _CheckedRun:
+    """A run that can start."""
 
-    Returns the configuration with the settings that the trainer has resolved, and the size of a
-    pretrained model.
-    """
+    config: RunConfig
+    """The configuration with the settings that the trainer has resolved."""
+    size: ModelSize | None
+    """Size of a pretrained model."""
+    memory_plan: MemoryPlan | None
+    """Memory of a language-model run."""
+
+
+def _check_start(config: RunConfig, flags: list[str]) -> _CheckedRun:
+    """Check everything that could stop a run from starting; exit if something does."""
     end = run_quietly("checking", ["check", *flags], config)
     exit_on_failure(end, Path(config.output_dir) / config.name, "nothing was written")
     if end.output.resolved_config:
         config = type(config).model_validate_json(end.output.resolved_config)
-    return config, end.output.model_size
+    return _CheckedRun(config, end.output.model_size, end.output.memory_plan)
 
 
 def _train_and_show(config: RunConfig, flags: list[str]) -> None:
@@ -178,14 +188,15 @@ def _train_and_show(config: RunConfig, flags: list[str]) -> None:
     show_results(run_dir, commands | {"train more": train_more})
 
 
-def _show_dry_run(config: RunConfig, size: ModelSize | None, *, prints_json: bool) -> None:
+def _show_dry_run(run: _CheckedRun, *, prints_json: bool) -> None:
     """Print the configuration of a run that has been checked, or its plan."""
     from ludus.services.cli.run_plan import list_plan_lines
 
     if prints_json:
-        write_json(config.model_dump_json(indent=2))
+        write_json(run.config.model_dump_json(indent=2))
         return
-    lines = [*list_plan_lines(config, size), ("ready", READY_TEXT)]
+    plan_lines = list_plan_lines(run.config, run.size, run.memory_plan)
+    lines = [*plan_lines, ("ready", READY_TEXT)]
     width = max(len(title) for title, _ in lines) + 2
     for title, text in lines:
         line = clean_for_terminal(f"{title:<{width}}{text}")

@@ -31,6 +31,7 @@ from typing import IO
 
 from pydantic import BaseModel
 
+from ludus.proto.memory_plan import MEMORY_PLAN_PREFIX, MemoryPlan
 from ludus.proto.runs import (
     CONFIG_FILE,
     LOG_ROW_PREFIX,
@@ -70,6 +71,8 @@ class TrainerOutput:
     """JSON of the configuration that a check has resolved; empty if there is none."""
     model_size: ModelSize | None = None
     """Size of a pretrained model that a check has measured."""
+    memory_plan: MemoryPlan | None = None
+    """Memory plan of a language-model run that a check has computed."""
     _is_in_error: bool = False
 
     def add_line(self, line: str) -> None:
@@ -82,6 +85,10 @@ class TrainerOutput:
         if line.startswith(MODEL_SIZE_PREFIX):
             size_json = line.removeprefix(MODEL_SIZE_PREFIX)
             self.model_size = ModelSize.model_validate_json(size_json)
+            return
+        if line.startswith(MEMORY_PLAN_PREFIX):
+            plan_json = line.removeprefix(MEMORY_PLAN_PREFIX)
+            self.memory_plan = MemoryPlan.model_validate_json(plan_json)
             return
         self.last_lines.append(line)
         if self._is_in_error and line.startswith(" "):

@@ -304,7 +304,7 @@ class LearnerGroup(Learners):
             LearnerLostError: a rank has changed its state in the step, or does not return its
                 state.
         """
-        old_limit = self._run.learner.max_tokens_per_micro_batch
+        old_limit = self._run.learner.known_max_tokens_per_micro_batch
         self._limit_micro_batches(error.max_tokens)
         warn_user(
             f"{error}; training the step again with learner.max_tokens_per_micro_batch = "
@@ -327,7 +327,7 @@ class LearnerGroup(Learners):
 
     def _limit_micro_batches(self, max_tokens: int) -> None:
         """Use at most this number of tokens per micro-batch in processes that start later."""
-        if max_tokens < self._run.learner.max_tokens_per_micro_batch:
+        if max_tokens < self._run.learner.known_max_tokens_per_micro_batch:
             self._reduced_max_tokens = max_tokens
             update = {"max_tokens_per_micro_batch": max_tokens}
             learner = self._run.learner.model_copy(update=update)

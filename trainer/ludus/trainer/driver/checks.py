@@ -38,6 +38,7 @@ from ludus.proto.config import (
 )
 from ludus.proto.config.environment import make_reward_term_name
 from ludus.proto.errors import ConfigError
+from ludus.proto.memory_plan import MemoryPlan
 from ludus.proto.paths import parse_path
 from ludus.proto.runs import CHAT_TEMPLATE_FILE, Resume
 from ludus.trainer.actors.placement import Roles, place_on_one_machine
@@ -62,6 +63,8 @@ from ludus.trainer.run.lifecycle import find_start, make_run_id
 from ludus.trainer.setup.chat_template import check_chat_template
 from ludus.trainer.setup.environments import ConnectedEnvironment, load_fixed_policies
 from ludus.trainer.setup.first_prompts import MAX_FIRST_SEEDS, fetch_first_opening
+from ludus.trainer.setup.memory.machine import read_machine
+from ludus.trainer.setup.memory.refusals import check_memory
 from ludus.trainer.setup.model_files import find_model
 from ludus.trainer.setup.quick_checks import (
     CRITIC_HINT,
@@ -341,6 +344,20 @@ def check_gpus(run: LanguageModelRun, roles: Roles = Roles.ALL) -> None:
             "learner.num_gpus_per_rank and rollout.num_gpus_per_worker, or join a cluster that has "
             "them with RAY_ADDRESS"
         )
+
+
+def resolve_memory(run: LanguageModelRun) -> tuple[LanguageModelRun, MemoryPlan]:
+    """Return the run with a size of micro-batches that fits, and its memory plan.
+
+    Raises:
+        ConfigError: the run would certainly run out of memory.
+    """
+    uses_gpus = run.learner.num_gpus_per_rank > 0 or run.rollout.num_gpus_per_worker > 0
+    machine = read_machine(run.placement, is_local=is_local(), uses_gpus=uses_gpus)
+    plan = check_memory(run, machine)
+    update = {"max_tokens_per_micro_batch": plan.max_tokens_per_micro_batch}
+    learner = run.learner.model_copy(update=update)
+    return run.model_copy(update={"learner": learner}), plan
 
 
 def _check_first_messages(

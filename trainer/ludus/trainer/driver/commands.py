@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ludus.env.runtime import freeze_heap
 from ludus.proto.config import LanguageModelRun, PretrainedModel
+from ludus.proto.memory_plan import MEMORY_PLAN_PREFIX
 from ludus.proto.runs import MODEL_SIZE_PREFIX, RESOLVED_PREFIX, Evaluation, Resume
 from ludus.trainer.actors.buffer import RemoteBuffer
 from ludus.trainer.actors.cpu_threads import resolve_num_threads
@@ -19,7 +20,7 @@ from ludus.trainer.actors.workers import RolloutWorkers
 from ludus.trainer.core.stopping import stop_on_signals
 from ludus.trainer.core.tasks import gather_or_cancel
 from ludus.trainer.driver.build import make_worker_spec, play_all_baselines, start_infrastructure
-from ludus.trainer.driver.checks import check_start, resolve_config
+from ludus.trainer.driver.checks import check_start, resolve_config, resolve_memory
 from ludus.trainer.driver.evaluation import Evaluator
 from ludus.trainer.driver.invalid_actions import (
     fetch_return_ranges,
@@ -60,19 +61,20 @@ async def _run_trainer(trainer: Trainer) -> None:
 def check(run: LanguageModelRun, *, resume: Resume, overwrite: bool) -> None:
     """Check everything that could stop a run from starting, without writing anything.
 
-    Standard output gets the configuration, with the settings that its environments determine, and
-    the size of a pretrained model.
+    Standard output gets the configuration, with the settings that its environments and the memory
+    determine, the memory plan, and the size of a pretrained model.
     """
     adapted_run = resolve_config(run)
     check_start(adapted_run, resume)
     warn_of_short_limits(adapted_run)
-    adapted_run = resolve_num_threads(adapted_run)
+    adapted_run, memory_plan = resolve_memory(resolve_num_threads(adapted_run))
     # The configuration keeps the user's paths.
     fields = ("generator", "rollout", "learner")
     run = run.model_copy(update={field: getattr(adapted_run, field) for field in fields})
     if needs_choice(run):
         run = resolve_invalid_action_rewards(run, asyncio.run(fetch_return_ranges(run)))
     sys.stdout.write(f"{RESOLVED_PREFIX}{run.model_dump_json()}\n")
+    sys.stdout.write(f"{MEMORY_PLAN_PREFIX}{memory_plan.model_dump_json()}\n")
     if isinstance(adapted_run.model, PretrainedModel):
         size = measure_model(adapted_run.model)
         sys.stdout.write(f"{MODEL_SIZE_PREFIX}{size.model_dump_json()}\n")

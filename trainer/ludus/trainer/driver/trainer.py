@@ -44,7 +44,12 @@ from ludus.trainer.core.functions import get_or_register_path
 from ludus.trainer.core.stopping import RunStopped, StopRequest
 from ludus.trainer.core.tasks import CancellingTaskGroup
 from ludus.trainer.driver.build import start_components, start_infrastructure
-from ludus.trainer.driver.checks import check_importable_names, check_models, resolve_config
+from ludus.trainer.driver.checks import (
+    check_importable_names,
+    check_models,
+    resolve_config,
+    resolve_memory,
+)
 from ludus.trainer.driver.invalid_actions import resolve_invalid_action_rewards
 from ludus.trainer.driver.loops.controller import Controller
 from ludus.trainer.driver.loops.steps import Step, StepGate
@@ -107,6 +112,7 @@ class Trainer:
         check_importable_names(self.run)
         await asyncio.to_thread(check_models, self.run)
         self.run = resolve_num_threads(self.run)
+        self.run, _ = await asyncio.to_thread(resolve_memory, self.run)
         async with AsyncExitStack() as stack:
             opened_run = open_run(
                 self.run,

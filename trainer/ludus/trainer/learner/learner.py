@@ -104,7 +104,7 @@ class Learner:
         packs_trees = config.packing == "tree" and can_pack_trees(models, self._device)
         self.model.reshard()
         self._micro_batch_config = MicroBatchConfig(
-            config.max_tokens_per_micro_batch,
+            config.known_max_tokens_per_micro_batch,
             estimate_row_costs(self._policy.language_model),
             self._rank,
             self._num_ranks,

@@ -46,7 +46,7 @@ def make_memory_error(
     longest = int(lengths.max())
     num_parts = config.num_minibatches * config.num_ranks
     # A limit above a rank's share of a minibatch has no effect, and half of it may have none.
-    limit = min(config.max_tokens_per_micro_batch, math.ceil(int(lengths.sum()) / num_parts))
+    limit = min(config.known_max_tokens_per_micro_batch, math.ceil(int(lengths.sum()) / num_parts))
     if limit > longest:
         return LearnerMemoryError(
             f"learner rank {rank} ran out of memory: {reason}", max(limit // 2, longest)

@@ -62,26 +62,34 @@ def make_model(
     The model is a Llama, because AutoTokenizer would not load the saved tokenizer of a Qwen2.
     """
     seed_torch(seed, Stream.INITIAL_WEIGHTS)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=config.width,
-            intermediate_size=config.intermediate,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_heads,
-            attention_bias=True,
-            max_position_embeddings=config.max_tokens,
-            initializer_range=config.initializer_range,
-            tie_word_embeddings=config.tie_embeddings,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            bos_token_id=None,
-        )
+    model_config = make_model_config(
+        config,
+        len(tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
     )
+    model = LlamaForCausalLM(model_config)
     with torch.no_grad():
         model.get_input_embeddings().weight.normal_(std=config.embedding_range)
     return model
+
+
+def make_model_config(config: TinyModel, vocab_size: int, **special_token_ids: int) -> LlamaConfig:
+    """Return the configuration of a tiny model for transformers."""
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=config.width,
+        intermediate_size=config.intermediate,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_heads,
+        attention_bias=True,
+        max_position_embeddings=config.max_tokens,
+        initializer_range=config.initializer_range,
+        tie_word_embeddings=config.tie_embeddings,
+        bos_token_id=None,
+        **special_token_ids,
+    )
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
