@@ -55,6 +55,7 @@ def test_network_run_does_not_import_ray_vllm_or_transformers() -> None:
         "configuration_docs.py",
         "fleet_metrics_docs.py",
         "gateway_docs.py",
+        "memory_docs.py",
         "generate_proto.py",
         "metrics_docs.py",
         "variables_docs.py",
