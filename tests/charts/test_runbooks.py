@@ -266,7 +266,7 @@ def test_defaults_on_the_pages_are_those_of_the_code() -> None:
     assert ALERTS["LudusWeightsDiffer"]["keep_firing_for"] == "5m"
 
 
-def test_checkpoints_by_time_are_twenty_times_their_duration_apart() -> None:
+def test_interval_of_checkpoints_is_twenty_times_their_duration() -> None:
     assert "at least 20 times their duration apart" in join_lines(PAGES["LudusCheckpointOld"])
     now_s = 0.0
     schedule = CheckpointSchedule(None, 1.0, clock=lambda: now_s)

@@ -50,15 +50,13 @@ def train_agent(
         actor: network that maps observations to logits or means of actions; or a language model.
         max_timesteps: maximum number of steps per episode.
         update_interval: number of episodes between two updates.
-        save_interval: number of episodes between two saved agents. It is rounded down to whole
-            updates, at least one, for the checkpoints of the run.
+        save_interval: number of episodes between two saved agents, and, in whole updates, between
+            two checkpoints.
         save_path: parent folder of the run folder and of saved agents.
         callback: function called every `log_interval` episodes with (state, action, reward,
             done, truncated, episode, running_reward).
-        device: name of a torch device. None uses the CPU for a network, and a GPU, if there is one,
-            for a language model.
-        num_envs: number of episodes that a network plays in parallel. A language model plays all
-            episodes of an update in parallel.
+        device: name of a torch device. None uses the CPU, but a GPU, if any, for a language model.
+        num_envs: number of episodes that a network plays in parallel.
         name: name of the run; None uses the name of the environment.
         resume: True resumes from the latest checkpoint of the run with that name, if there is
             one. False replaces that run.
