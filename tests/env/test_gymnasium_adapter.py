@@ -12,8 +12,8 @@ import pytest
 from gymnasium import spaces
 from pydantic import ValidationError
 
+from ludus.env.adapters.gymnasium.guides import find_guide
 from ludus.env.adapters.gymnasium.spaces import make_codec, to_plain_json
-from ludus.env.adapters.gymnasium.text import replace_colors
 from ludus.env.check import check_environment, check_server
 from ludus.env.client import AsyncEnvClient
 from ludus.env.encoding import decode_action
@@ -337,9 +337,75 @@ def test_rendered_board_marks_the_player() -> None:
     observation = environment.reset(seed=7).observation
     assert observation.rendered.splitlines()[0] == "[S]FFF"
     content = environment.text_renderer.render(observation, first=False)[0]["content"]
-    assert content.startswith("[S]FFF")
-    board = replace_colors("\x1b[34;1mR\x1b[0m|\x1b[43m \x1b[0m", {"34;1": "passenger"})
-    assert board == "[passenger R]|[ ]"
+    assert content == "[S]FFF\nFHFH\nFFFH\nHFFG"
+
+
+def render_first(env_id: str, seed: int, **options) -> list[str]:
+    """Return the lines of the first message of an episode."""
+    environment = make_factory(env_id, **options)()
+    observation = environment.reset(seed=seed).observation
+    (message,) = environment.text_renderer.render(observation, first=True)
+    return message["content"].splitlines()
+
+
+def test_taxi_is_described_in_words_beside_a_map_with_straight_columns() -> None:
+    environment = make_factory("Taxi-v4")()
+    for seed in range(30):
+        environment.reset(seed=seed)
+        taxi = environment.gym_env.unwrapped
+        row, column, passenger, destination = taxi.decode(taxi.s)
+        place_names = [
+            f"{name} (row {r}, column {c})" for name, (r, c) in zip("RGYB", taxi.locs, strict=True)
+        ]
+        lines = render_first("Taxi-v4", seed)
+        assert {len(line) for line in lines[2:9]} == {len("+---------+")}
+        assert lines[9] == (
+            f"The taxi is at row {row}, column {column}. The passenger waits at"
+            f" {place_names[passenger]}. The destination is {place_names[destination]}."
+        )
+    assert "the delivery pays 20" in lines[0]
+    assert "An episode has at most 200 steps." in lines[0]
+
+
+def test_taxi_lists_the_moves_that_walls_allow_and_a_passenger_in_the_taxi() -> None:
+    environment = make_factory("Taxi-v4")()
+    observation = environment.reset(seed=0).observation
+    taxi = environment.gym_env.unwrapped
+    row, column = taxi.locs[0]
+    taxi.s = taxi.encode(row, column, 0, 1)
+    transition = environment.step(environment.text_renderer.parse("PICKUP", observation))
+    (message,) = environment.text_renderer.render(transition.observation, first=False)
+    assert "The passenger is in the taxi." in message["content"]
+    assert message["content"].splitlines()[-1] == "Legal now: SOUTH, EAST, DROPOFF."
+
+
+@pytest.mark.parametrize("hand", [(14, 10, 0), (18, 1, 1)])
+def test_blackjack_hand_is_described_in_words(hand) -> None:
+    describe = find_guide("Blackjack").describe
+    kind, dealer_card = ("soft: an ace counts 11", "an ace") if hand[2] else ("hard", "10")
+    assert describe(hand) == f"You hold {hand[0]} ({kind}). The dealer shows {dealer_card}."
+    assert render_first("Blackjack-v1", 3)[-1].startswith("You hold ")
+
+
+@pytest.mark.parametrize(
+    ("env_id", "rule", "situation"),
+    [
+        ("CartPole-v1", "An episode has at most 500 steps.", "Cart position 0."),
+        ("MountainCar-v0", "Each step costs 1 point.", "Position -0."),
+        ("FrozenLake-v1", "which pays 1 point", "HFFG"),
+        ("CliffWalking-v1", "Each step costs 1 point", "x  C"),
+    ],
+)
+def test_text_states_rewards_and_limits_and_no_encoded_state(env_id, rule, situation) -> None:
+    lines = render_first(env_id, 1)
+    assert rule in lines[0]
+    assert lines[-1].startswith(situation)
+    assert not any(line.startswith("Observation") for line in lines)
+
+
+def test_numbers_of_an_unexpected_form_are_shown_as_they_are() -> None:
+    for name, observation in (("CartPole", [0.5]), ("Taxi", 500), ("Blackjack", 3)):
+        assert find_guide(name).describe(observation) == ""
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,8 @@ from ludus.env.adapters.gymnasium.success import find_return_range, find_success
 from ludus.env.adapters.gymnasium.text import (
     MAX_LISTED_ACTIONS,
     GymnasiumRenderer,
+    clean_picture,
     draw_picture,
-    replace_colors,
     require_picture,
 )
 from ludus.env.environment import AnyEnvironment, Builder, Environment
@@ -209,8 +209,7 @@ class GymnasiumEnvironment(EpisodicGymnasiumEnvironment[Action, Observation]):
         if self.picture_columns:
             fields["picture"] = draw_picture(np.asarray(gym_observation), self.picture_columns)
         if self._has_text_rendering:
-            color_meanings = self.renderer.guide.color_meanings
-            fields["rendered"] = replace_colors(str(self.gym_env.render()), color_meanings)
+            fields["rendered"] = clean_picture(str(self.gym_env.render()), self.renderer.guide)
         try:
             return self.observation_type.model_validate(fields), tensors
         except ValidationError as error:
@@ -402,11 +401,15 @@ def _declare_own_options(
 
 def _make_instructions(guide: Guide, environment: AnyGymnasiumEnv) -> str:
     """Return the guide's instructions for the environment's options."""
+    sentences = [guide.instructions] if guide.instructions else []
     parameter = inspect.signature(type(environment.unwrapped)).parameters.get("is_slippery")
     arguments = environment.spec.kwargs if environment.spec is not None else {}
     if arguments.get("is_slippery", parameter is not None and parameter.default):
-        return f"{guide.instructions} {guide.slippery_instructions}".strip()
-    return guide.instructions
+        sentences += [guide.slippery_instructions] if guide.slippery_instructions else []
+    num_steps = environment.spec.max_episode_steps if environment.spec is not None else None
+    if num_steps is not None:
+        sentences.append(f"An episode has at most {num_steps} steps.")
+    return " ".join(sentences)
 
 
 def _read_action_names(environment: AnyGymnasiumEnv) -> tuple[str, ...]:

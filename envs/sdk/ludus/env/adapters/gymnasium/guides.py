@@ -6,8 +6,9 @@ whose size is changed by options.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,14 +20,17 @@ class Guide:
     instructions: str = ""
     slippery_instructions: str = ""
     """Instructions that are added if the option `is_slippery` is on."""
-    color_meanings: Mapping[str, str] = field(default_factory=dict)
-    """Meaning of each color in a text picture, by its terminal code."""
     observation_labels: tuple[str, ...] = ()
     """Names of the numbers in an observation. The last numbers may have no names."""
     observation_size: int = 0
     """Number of numbers in an observation. 0 means the number of labels."""
     action_labels: tuple[str, ...] = ()
     """Names of the numbers in an action."""
+    describe: Callable[[Any], str] | None = None
+    """Function that describes an observation in sentences; "" if the observation has an unexpected
+    form. None shows the numbers."""
+    has_complete_picture: bool = False
+    """True if the text picture shows all that the observation contains."""
 
     def find_observation_labels(self, num_values: int) -> tuple[str, ...]:
         """Return the labels of an observation by its size; empty if it has another size."""
@@ -39,6 +43,56 @@ def find_guide(base_name: str) -> Guide:
     if base_name.partition("-")[0] in ("MiniGrid", "BabyAI"):
         return _GRID_WORLD_GUIDE
     return GUIDES.get(base_name.removesuffix("8x8").removesuffix("Slippery"), Guide())
+
+
+def _describe_cart_pole(observation: Any) -> str:
+    if not isinstance(observation, list | tuple) or len(observation) != 4:
+        return ""
+    position, speed, angle, angular_speed = observation
+    return (
+        f"Cart position {position:.3f}, speed {speed:.3f} (right is positive). Pole angle"
+        f" {angle:.3f} radians, angular speed {angular_speed:.3f} (to the right is positive)."
+    )
+
+
+def _describe_mountain_car(observation: Any) -> str:
+    if not isinstance(observation, list | tuple) or len(observation) != 2:
+        return ""
+    position, speed = observation
+    return f"Position {position:.3f}, speed {speed:.4f} (right is positive)."
+
+
+def _describe_blackjack(observation: Any) -> str:
+    if not isinstance(observation, list | tuple) or len(observation) != 3:
+        return ""
+    total, dealer_card, has_usable_ace = observation
+    kind = "soft: an ace counts 11" if has_usable_ace else "hard"
+    dealer_text = "an ace" if dealer_card == 1 else dealer_card
+    return f"You hold {total} ({kind}). The dealer shows {dealer_text}."
+
+
+def _describe_taxi(observation: Any) -> str:
+    if not isinstance(observation, int) or not 0 <= observation < _NUM_TAXI_STATES:
+        return ""
+    rest, destination = divmod(observation, 4)
+    rest, passenger = divmod(rest, 5)
+    row, column = divmod(rest, 5)
+    passenger_text = (
+        f"The passenger waits at {_TAXI_PLACES[passenger]}."
+        if passenger < len(_TAXI_PLACES)
+        else "The passenger is in the taxi."
+    )
+    return (
+        f"The taxi is at row {row}, column {column}. {passenger_text} The destination is"
+        f" {_TAXI_PLACES[destination]}."
+    )
+
+
+_TAXI_PLACES = (
+    *("R (row 0, column 0)", "G (row 0, column 4)"),
+    *("Y (row 4, column 0)", "B (row 4, column 3)"),
+)
+_NUM_TAXI_STATES = 500
 
 
 def _fill(template: str, *names: str) -> tuple[str, ...]:
@@ -103,16 +157,23 @@ _HUMANOID_TORQUES = _fill("torque of {}", "abdomen y", "abdomen z", "abdomen x",
 _CLASSIC_CONTROL_GUIDES = {
     "CartPole": Guide(
         ("LEFT", "RIGHT"),
-        "Push the cart so that the pole stays up.",
+        "Balance the pole on the cart. Each step pays 1 point. The episode ends when the pole"
+        " tilts more than 0.21 radians (12 degrees) or the cart leaves the positions from -2.4 to"
+        " 2.4. LEFT and RIGHT push the cart to that side for 0.02 seconds.",
         observation_labels=(
             *("position of the cart", "speed of the cart"),
             *("angle of the pole (radians, right is positive)", "angular speed of the pole"),
         ),
+        describe=_describe_cart_pole,
     ),
     "MountainCar": Guide(
         ("LEFT", "COAST", "RIGHT"),
-        "Get the car out of the valley to position 0.5: swing back and forth to gain speed.",
+        "Drive the car out of the valley to position 0.5. The engine is too weak for the slope, so"
+        " swing back and forth to gain speed. The lowest point is near position -0.5, and a wall"
+        " is at -1.2. LEFT and RIGHT accelerate to that side, COAST does not. Each step costs 1"
+        " point.",
         observation_labels=("position", "speed"),
+        describe=_describe_mountain_car,
     ),
     "MountainCarContinuous": Guide(
         instructions="Get the car out of the valley to position 0.45 with little force: swing back"
@@ -261,31 +322,32 @@ _MUJOCO_GUIDES = {
 GUIDES: dict[str, Guide] = {
     "FrozenLake": Guide(
         ("LEFT", "DOWN", "RIGHT", "UP"),
-        "Cross the frozen lake from the start S to the goal G. F is ice, and a hole H ends the"
-        " game. [ ] marks where you are.",
+        "Cross the frozen lake from the start S to the goal G, which pays 1 point; all else pays"
+        " nothing. F is ice, and a hole H ends the game. [ ] marks where you are.",
         "You may slip sideways.",
+        has_complete_picture=True,
     ),
     "CliffWalking": Guide(
         ("UP", "RIGHT", "DOWN", "LEFT"),
-        "Walk from the lower left to the goal T in few steps. x is you; the cliff C costs 100"
-        " and sends you back.",
+        "Walk from the lower left to the goal T in few steps. x is you. Each step costs 1 point;"
+        " the cliff C costs 100 and sends you back to the start.",
         "You may slip sideways.",
+        has_complete_picture=True,
     ),
     "Taxi": Guide(
         ("SOUTH", "NORTH", "EAST", "WEST", "PICKUP", "DROPOFF"),
-        "Drive the taxi to the passenger, PICKUP, drive to the destination, DROPOFF. Both are"
-        " among R, G, Y, B; | is a wall.",
-        color_meanings={
-            "34;1": "passenger",
-            "35": "destination",
-            "43": "taxi",
-            "42": "taxi with passenger",
-        },
+        "Drive the taxi to the passenger, PICKUP, drive to the destination, DROPOFF. Each step"
+        " costs 1 point, a wrong PICKUP or DROPOFF costs 10, and the delivery pays 20. The map has"
+        " the rows 0 to 4 from north to south and the columns 0 to 4 from west to east. | is a"
+        " wall, : is open.",
+        describe=_describe_taxi,
     ),
     "Blackjack": Guide(
         ("STICK", "HIT"),
-        "You play blackjack. The observation is your sum, the dealer's open card (1 is an ace),"
-        " and whether you hold an ace that counts 11 (1) or not (0).",
+        "Get closer to 21 than the dealer without exceeding 21. Jack, queen and king count 10, an"
+        " ace counts 1 or 11. HIT takes a card. STICK ends your turn; then the dealer draws up to"
+        " 17 or more. A win pays 1 point, a loss costs 1.",
+        describe=_describe_blackjack,
     ),
     **_CLASSIC_CONTROL_GUIDES,
     **_BOX2D_GUIDES,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,9 @@ from ludus.env.text.unicode import format_json, replace_surrogates
 from ludus.env.types import Action, JsonObject, Message, Observation
 from ludus.proto.errors import ActionParseError, ConfigError, InvalidCallError
 
-_COLORED_TEXT = re.compile(r"\x1b\[(?!0m)([\d;]*)m(.*?)\x1b\[0m", re.DOTALL)
+_COLORED_TEXT = re.compile(r"\x1b\[(?!0m)[\d;]*m(.*?)\x1b\[0m", re.DOTALL)
+_LAST_ACTION = re.compile(r"^\s*\(\w+\)\n|\n\s*\(\w+\)\s*\Z")
+"""Line of a text picture with the name of the last action, which the player knows."""
 _ESCAPE_CODE = re.compile(r"\x1b\[[\d;]*m")
 _INTEGER = re.compile(r"-?[0-9]{1,18}")
 """An integer that Python can convert: one sign, ASCII digits and a limited length."""
@@ -64,8 +66,12 @@ class GymnasiumRenderer:
         if first and fields.get("picture"):
             lines.insert(1, _PICTURE_LEGEND)
         lines += [fields[name] for name in ("rendered", "picture") if fields.get(name)]
-        if fields.get("observation") is not None:
-            lines.append(f"Observation: {self._format_observation(fields['observation'])}")
+        is_complete = self.guide.has_complete_picture and fields.get("rendered")
+        if fields.get("observation") is not None and not is_complete:
+            lines.append(self._describe_observation(fields["observation"]))
+        legal_names = self.legal_answers(observation)
+        if 0 < len(legal_names) < len(self._names_by_number):
+            lines.append(f"Legal now: {', '.join(legal_names)}.")
         return [{"role": "user", "content": "\n".join(lines) or "No observation."}]
 
     def parse(self, text: str, observation: Observation) -> Action:
@@ -99,6 +105,11 @@ class GymnasiumRenderer:
         if len(self._names_by_number) <= MAX_LISTED_ACTIONS:
             return ", ".join(self._names_by_number.values())
         return f"the numbers from {min(self._names_by_number)} to {max(self._names_by_number)}"
+
+    def _describe_observation(self, observation: Any) -> str:
+        """Return the observation in the guide's sentences, or otherwise its numbers."""
+        sentences = self.guide.describe(observation) if self.guide.describe is not None else ""
+        return sentences or f"Observation: {self._format_observation(observation)}"
 
     def _format_observation(self, observation: Any) -> str:
         """Return the observation as text, with the names of its numbers if they have names."""
@@ -160,16 +171,16 @@ def _read_action_schema(action_type: type[Action]) -> JsonObject:
     return inlined_schema
 
 
-def replace_colors(picture: str, color_meanings: Mapping[str, str]) -> str:
-    """Put colored text in brackets, because environments mark positions by color."""
+def clean_picture(picture: str, guide: Guide) -> str:
+    """Return a text picture without colors and without the last action.
 
-    def bracket(colored_match: re.Match[str]) -> str:
-        meaning = color_meanings.get(colored_match[1], "")
-        if meaning:
-            return f"[{meaning} {colored_match[2].strip()}".rstrip() + "]"
-        return f"[{colored_match[2]}]"
-
-    return _ESCAPE_CODE.sub("", _COLORED_TEXT.sub(bracket, picture)).strip("\n")
+    If the guide describes the observation in words, the characters stay in their columns.
+    Otherwise colored text is put in brackets, because environments mark positions by color.
+    """
+    picture = _LAST_ACTION.sub("", picture)
+    if guide.describe is None:
+        picture = _COLORED_TEXT.sub(r"[\1]", picture)
+    return _ESCAPE_CODE.sub("", picture).strip("\n")
 
 
 def require_picture(space: AnySpace, num_columns: int) -> None:
