@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from ludus.proto.config import LanguageModelRun
+from ludus.proto.config.load import load_run_config
 from ludus.proto.runs import Evaluation
 from ludus.services.cli import train_command, trainer_process
+from ludus.services.cli.run_plan import list_plan_lines
 from tests.cli.commands import FAKE_TRAINER_PATH, RunCli
 
 pytestmark = pytest.mark.slow
@@ -75,8 +77,22 @@ def test_dry_run_shows_the_run_on_one_screen_and_ends_with_ready(
         "at most 1.5 GiB of 1 MiB of main memory, which may not fit: set learner.dtype = "
         f"'bfloat16' · {parts}"
     )
+    assert "not measured: it depends on the lengths of the episodes" in lines["step"]
     assert list(lines)[-1] == "ready"
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("step_s", "text"),
+    [
+        (0.0724, "72 ms, measured on this machine with the initial networks"),
+        (1.96, "2.0 s, measured on this machine with the initial networks"),
+        (None, "not measured: a step may take longer than 3.0 s"),
+    ],
+)
+def test_plan_of_networks_contains_the_time_of_a_step(step_s: float | None, text: str) -> None:
+    run = load_run_config(Path(__file__).parents[2] / "examples" / "cartpole" / "ppo.toml")
+    assert dict(list_plan_lines(run, None, None, step_s))["step time"] == text
 
 
 def test_json_without_dry_run_starts_nothing(

@@ -59,6 +59,10 @@ RESOLVED_PREFIX = "resolved: "
 """Prefix of the line with the configuration that a check of a run has resolved."""
 MODEL_SIZE_PREFIX = "model size: "
 """Prefix of the line with the ModelSize that a check of a run has measured."""
+STEP_TIME_PREFIX = "step time: "
+"""Prefix of the line with the seconds of a training step that a check of a run has measured."""
+MAX_MEASURED_STEP_S = 3.0
+"""Longest training step that a dry run measures, in seconds."""
 CONTROL_VARIABLE = "LUDUS_CONTROL_FILE"
 """Environment variable with the path of a second control file, which is mounted into a pod."""
 

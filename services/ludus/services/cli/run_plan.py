@@ -14,7 +14,7 @@ from ludus.proto.config import (
     TinyModel,
 )
 from ludus.proto.memory_plan import MemoryPlan, MemoryUse
-from ludus.proto.runs import ModelSize
+from ludus.proto.runs import MAX_MEASURED_STEP_S, ModelSize
 from ludus.services.display import describe_environment, format_policy_name
 from ludus.services.numbers import format_compact, format_duration, format_memory, format_size
 
@@ -26,13 +26,17 @@ of the weights."""
 
 
 def list_plan_lines(
-    run: RunConfig, size: ModelSize | None, memory_plan: MemoryPlan | None
+    run: RunConfig,
+    size: ModelSize | None,
+    memory_plan: MemoryPlan | None,
+    step_s: float | None,
 ) -> Iterator[tuple[str, str]]:
     """Yield the title and the text of each line of a run's plan.
 
     Args:
         size: size of a pretrained model; None if it is unknown.
         memory_plan: memory of a language-model run; None if it is unknown.
+        step_s: measured seconds of a training step; None if no step was measured.
     """
     for name, environment in run.environments.items():
         title = "environment" if len(run.environments) == 1 else name
@@ -42,6 +46,7 @@ def list_plan_lines(
     else:
         yield "model", _describe_model(run, size)
         yield from _describe_training(run)
+    yield "step time", _describe_step_time(run, step_s)
     yield from _describe_evaluation(run)
     yield "checkpoints", _describe_checkpoints(run, size)
     for use in memory_plan.uses if memory_plan else ():
@@ -104,6 +109,17 @@ def _describe_network_training(run: NetworkRun) -> str:
         f"{ppo.steps_per_environment:,} steps in each = {num_env_steps:,} per step · "
         f"{num_steps * num_env_steps:,} in all"
     )
+
+
+def _describe_step_time(run: RunConfig, step_s: float | None) -> str:
+    if step_s is not None:
+        text = f"{1000 * step_s:.0f} ms" if step_s < 0.1 else format_duration(step_s)
+        return f"{text}, measured on this machine with the initial networks"
+    if isinstance(run, LanguageModelRun):
+        return "not measured: it depends on the lengths of the episodes, which only a run shows"
+    if run.environment.kind == "remote":
+        return "not measured: the environment is on a server"
+    return f"not measured: a step may take longer than {format_duration(MAX_MEASURED_STEP_S)}"
 
 
 def _describe_evaluation(run: RunConfig) -> Iterator[tuple[str, str]]:

@@ -163,6 +163,8 @@ class _CheckedRun:
     """Size of a pretrained model."""
     memory_plan: MemoryPlan | None
     """Memory of a language-model run."""
+    step_s: float | None
+    """Measured seconds of a training step; None if no step was measured."""
 
 
 def _check_start(config: RunConfig, flags: list[str]) -> _CheckedRun:
@@ -171,7 +173,8 @@ def _check_start(config: RunConfig, flags: list[str]) -> _CheckedRun:
     exit_on_failure(end, Path(config.output_dir) / config.name, "nothing was written")
     if end.output.resolved_config:
         config = type(config).model_validate_json(end.output.resolved_config)
-    return _CheckedRun(config, end.output.model_size, end.output.memory_plan)
+    output = end.output
+    return _CheckedRun(config, output.model_size, output.memory_plan, output.step_s)
 
 
 def _train_and_show(config: RunConfig, flags: list[str]) -> None:
@@ -195,7 +198,7 @@ def _show_dry_run(run: _CheckedRun, *, prints_json: bool) -> None:
     if prints_json:
         write_json(run.config.model_dump_json(indent=2))
         return
-    plan_lines = list_plan_lines(run.config, run.size, run.memory_plan)
+    plan_lines = list_plan_lines(run.config, run.size, run.memory_plan, run.step_s)
     lines = [*plan_lines, ("ready", READY_TEXT)]
     width = max(len(title) for title, _ in lines) + 2
     for title, text in lines:

@@ -37,6 +37,7 @@ from ludus.proto.runs import (
     LOG_ROW_PREFIX,
     MODEL_SIZE_PREFIX,
     RESOLVED_PREFIX,
+    STEP_TIME_PREFIX,
     ModelSize,
 )
 
@@ -73,6 +74,8 @@ class TrainerOutput:
     """Size of a pretrained model that a check has measured."""
     memory_plan: MemoryPlan | None = None
     """Memory plan of a language-model run that a check has computed."""
+    step_s: float | None = None
+    """Seconds of a training step that a check has measured."""
     _is_in_error: bool = False
 
     def add_line(self, line: str) -> None:
@@ -89,6 +92,9 @@ class TrainerOutput:
         if line.startswith(MEMORY_PLAN_PREFIX):
             plan_json = line.removeprefix(MEMORY_PLAN_PREFIX)
             self.memory_plan = MemoryPlan.model_validate_json(plan_json)
+            return
+        if line.startswith(STEP_TIME_PREFIX):
+            self.step_s = float(line.removeprefix(STEP_TIME_PREFIX))
             return
         self.last_lines.append(line)
         if self._is_in_error and line.startswith(" "):

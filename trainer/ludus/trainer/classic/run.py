@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -23,7 +24,16 @@ from ludus.env.evaluation import EpisodeOutcome, summarize
 from ludus.proto.config import NetworkRun
 from ludus.proto.config.environment import RANDOM_POLICY
 from ludus.proto.errors import CheckpointError
-from ludus.proto.runs import CONFIG_FILE, NETWORK, EvalReport, Evaluation, Phase, Resume, Summary
+from ludus.proto.runs import (
+    CONFIG_FILE,
+    NETWORK,
+    STEP_TIME_PREFIX,
+    EvalReport,
+    Evaluation,
+    Phase,
+    Resume,
+    Summary,
+)
 from ludus.trainer.classic.agent import (
     PpoAgent,
     choose_num_eval_environments,
@@ -34,6 +44,7 @@ from ludus.trainer.classic.environments import VectorEnvironment, make_environme
 from ludus.trainer.classic.heads import sample_uniform_actions
 from ludus.trainer.classic.policy import NetworkPolicy, make_networks
 from ludus.trainer.classic.rows import compute_step_values, make_transcripts
+from ludus.trainer.classic.step_time import measure_step
 from ludus.trainer.core.devices import use_torch_threads
 from ludus.trainer.core.option_names import name_option
 from ludus.trainer.core.stopping import (
@@ -364,10 +375,17 @@ def open_network_run(
 
 
 def check(run: NetworkRun, *, resume: Resume, overwrite: bool) -> None:
-    """Check that a run can start, without writing anything."""
+    """Check that a run can start, without writing anything.
+
+    Standard output gets the seconds of a training step, if the environment is local and a step is
+    short.
+    """
     with closing(make_environments(run.environment, 1)) as environments:
-        make_policy(run, environments)
+        policy = make_policy(run, environments)
     find_start(run, resume, NetworkState)
+    step_s = measure_step(run, policy) if run.environment.kind == "local" else None
+    if step_s is not None:
+        sys.stdout.write(f"{STEP_TIME_PREFIX}{step_s}\n")
 
 
 def evaluate(run: NetworkRun, checkpoint: Path) -> Evaluation:
