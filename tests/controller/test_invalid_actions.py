@@ -102,7 +102,8 @@ async def test_check_prints_the_rewards_of_local_and_remote_environments(
         remote = {"kind": "remote", "address": server.grpc_address}
         run = make_run(cards={"options": {"game": "kuhn_poker"}}, remote=remote)
         await commands.asyncio.to_thread(commands.check, run, resume=Resume.NEVER, overwrite=False)
-    [line] = capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = (line for line in lines if line.startswith(RESOLVED_PREFIX))
     checked_run = LanguageModelRun.model_validate_json(line.removeprefix(RESOLVED_PREFIX))
     expected = {"cards": -4.0, "remote": RangedEnv().return_range.invalid_action_reward}
     assert list_rewards(checked_run) == expected

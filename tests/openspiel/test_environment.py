@@ -279,7 +279,7 @@ def test_move_for_another_game_is_refused() -> None:
     ("options", "error", "message"),
     [
         ({"game": "black_jack"}, NotFoundError, "'black_jack'; did you mean blackjack"),
-        ({"game": "xyzzy"}, NotFoundError, "registered_names"),
+        ({"game": "xyzzy"}, NotFoundError, "ludus env list"),
         ({"game": "crossword"}, ConfigError, "structures"),
         ({"game": "mfg_crowd_modelling"}, ConfigError, "mean-field"),
         ({"game": "catch", "game_params": {"widgets": 3}}, ConfigError, "widgets"),

@@ -14,6 +14,11 @@ from ludus.proto.errors import ConfigError, LudusError, describe_code_error
 
 GROUP = "ludus.targets"
 """Group of the entry points."""
+_OWN_ENTRY_POINTS = (
+    EntryPoint("gymnasium", "ludus.env.catalogue.gymnasium_ids:GymnasiumTargets", GROUP),
+    EntryPoint("openenv", "ludus.env.catalogue.openenv_classes:OpenEnvTargets", GROUP),
+)
+"""Entry points of this package, for an interpreter that finds its modules but no metadata."""
 
 
 def list_prefixes() -> list[str]:
@@ -60,6 +65,8 @@ def _find_entry_points() -> dict[str, list[EntryPoint]]:
     points_by_prefix: dict[str, list[EntryPoint]] = {}
     for entry_point in entry_points(group=GROUP):
         points_by_prefix.setdefault(entry_point.name, []).append(entry_point)
+    for entry_point in _OWN_ENTRY_POINTS:
+        points_by_prefix.setdefault(entry_point.name, [entry_point])
     return points_by_prefix
 
 
