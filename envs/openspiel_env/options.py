@@ -28,4 +28,5 @@ class OpenSpielOptions(EnvironmentOptions):
     `mcts(500)`, a tree search with that number of simulations per move; or a baseline of the
     game. In Python also a function."""
     text_style: TextStyle = "compact"
-    """`compact` shows the situation only; `rules` explains the game."""
+    """`compact` shows the situation only; `rules` explains the game and asks for the move in tags;
+    `brief` explains the game, shows the situation in few words and asks for the move alone."""

@@ -25,6 +25,11 @@ def blackjack_rules_chart() -> list[PolicyChartPrompt]:
     return _make_prompts("rules")
 
 
+def blackjack_brief_chart() -> list[PolicyChartPrompt]:
+    """Return one prompt per cell, in the brief style."""
+    return _make_prompts("brief")
+
+
 def _make_prompts(style: TextStyle) -> list[PolicyChartPrompt]:
     game = load_game("blackjack")
     renderer = make_renderer(game, 0, style)

@@ -78,6 +78,13 @@ class BlackjackRenderer(GameRenderer):
         hand_kind = "soft" if is_soft else "hard"
         return f"Your hand: {hand} ({hand_kind} {total}). The dealer shows: {up_card}."
 
+    def describe_briefly(self, observation: OpenSpielObservation) -> str:
+        """Return the dealer's open card and the player's total; at the end, both hands."""
+        if observation.game_phase == "terminal":
+            return self.describe(observation)
+        total, is_soft, up_card = read_hand_and_up_card(observation.info_state)
+        return f"The dealer shows {up_card}. You have a {'soft' if is_soft else 'hard'} {total}."
+
 
 def _read_cards(info_state: Sequence[float], start: int) -> list[int]:
     return list(compress(range(_NUM_CARDS), info_state[start : start + _NUM_CARDS]))

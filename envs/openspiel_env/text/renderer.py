@@ -1,4 +1,4 @@
-"""The base class of renderers: two styles of prompts, and parsing of responses.
+"""The base class of renderers: three styles of prompts, and parsing of responses.
 
 compact   user:      hard 16 vs 10              the situation, for tiny models
           assistant: HIT                        the move alone
@@ -6,6 +6,10 @@ compact   user:      hard 16 vs 10              the situation, for tiny models
 rules     system:    the rules and the format of responses
           user:      Your hand: 10, 6 (hard 16). ...
           assistant: ... <answer>HIT</answer>   in tags, or the only move in the text
+
+brief     system:    the rules
+          user:      The dealer shows 10. You have a hard 16.
+          assistant: HIT                        as in the rules style; the prompt asks for no tags
 
 A renderer sees only observations, so it cannot reveal hidden information.
 """
@@ -23,7 +27,7 @@ from ludus.proto.errors import ActionParseError
 from ..games import LoadedGame
 from ..models import OpenSpielAction, OpenSpielObservation
 
-TextStyle = Literal["compact", "rules"]
+TextStyle = Literal["compact", "rules", "brief"]
 
 # Everything up to the last </think>, whose <think> may be in the prompt, and an unclosed <think>.
 _THINKING_PATTERN = re.compile(r"\A.*</think>|<think>.*\Z", re.DOTALL | re.IGNORECASE)
@@ -55,6 +59,10 @@ class GameRenderer(ABC):
     def describe(self, observation: OpenSpielObservation) -> str:
         """Return the situation in sentences."""
 
+    def describe_briefly(self, observation: OpenSpielObservation) -> str:
+        """Return the situation in the shortest sentences, without details that do not matter."""
+        return self.describe(observation)
+
     def list_legal_names(self, observation: OpenSpielObservation) -> Sequence[str]:
         """Return the name of each legal action, in the order of `legal_actions`."""
         action_names = self.action_names
@@ -65,17 +73,26 @@ class GameRenderer(ABC):
         return self.action_names
 
     def render(self, observation: OpenSpielObservation, *, first: bool) -> list[Message]:
-        """Return the new messages. In the rules style, the first call adds a system message."""
-        if self.style == "compact":
-            return [{"role": "user", "content": self.summarize(observation)}]
-        message: Message = {"role": "user", "content": self.describe(observation)}
-        if not first:
+        """Return the new messages. The first call adds the rules, except in the compact style."""
+        describe = {
+            "compact": self.summarize,
+            "rules": self.describe,
+            "brief": self.describe_briefly,
+        }[self.style]
+        message: Message = {"role": "user", "content": describe(observation)}
+        if self.style == "compact" or not first:
             return [message]
-        example = self.list_legal_names(observation)[0] if observation.legal_actions else "..."
-        system_prompt = (
-            f"{self.rules}\n\nEnd with your move in tags, for example <answer>{example}</answer>."
-        )
+        system_prompt = f"{self.rules}\n\n{self._explain_format(observation)}"
         return [{"role": "system", "content": system_prompt}, message]
+
+    def _explain_format(self, observation: OpenSpielObservation) -> str:
+        names = self.list_legal_names(observation)
+        example = names[0] if names else "..."
+        if self.style == "brief":
+            # A single example raises the probability of its move, so two moves are both named.
+            moves = " or ".join(names) if len(names) == 2 else f"for example {example}"
+            return f"Answer with your move alone, {moves}."
+        return f"End with your move in tags, for example <answer>{example}</answer>."
 
     def legal_answers(self, observation: OpenSpielObservation) -> list[str]:
         """Return the legal actions as text that `parse` accepts."""
