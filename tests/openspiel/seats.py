@@ -54,7 +54,9 @@ def compute_returns(options: dict[str, Any], num_episodes: int, policy: SeatPoli
     ]
 
 
-def render_state(game: str, moves: list[int], player: int = 0, style: Any = "compact") -> list[str]:
+def render_state(
+    game: str, moves: list[int], player: int = 0, style: Any = "compact", *, first: bool = True
+) -> list[str]:
     """Return the messages that a player gets after these moves, which include chance moves."""
     loaded_game = load_game(game)
     state = loaded_game.game.new_initial_state()
@@ -62,7 +64,7 @@ def render_state(game: str, moves: list[int], player: int = 0, style: Any = "com
         state.apply_action(action_id)
     renderer = make_renderer(loaded_game, player, style)
     observation = SeatView(loaded_game, player, adds_text=renderer.needs_text).observe(state)
-    return [message["content"] for message in renderer.render(observation, first=True)]
+    return [message["content"] for message in renderer.render(observation, first=first)]
 
 
 def select_random_states(

@@ -25,7 +25,11 @@ from openspiel_env.policies import (
     play_minimax,
     play_random,
 )
-from openspiel_env.policy_chart import blackjack_chart, blackjack_rules_chart
+from openspiel_env.policy_chart import (
+    blackjack_brief_chart,
+    blackjack_chart,
+    blackjack_rules_chart,
+)
 from openspiel_env.seat_view import SeatView
 from openspiel_env.solutions import load_blackjack_states, reference_returns
 from openspiel_env.solving import blackjack
@@ -148,8 +152,9 @@ def test_dealer_rule_hits_below_17() -> None:
 
 
 def test_chart_prompts_equal_the_environment_prompts() -> None:
-    for state, compact_prompt, rules_prompt in zip(
-        load_blackjack_states(), blackjack_chart(), blackjack_rules_chart(), strict=True
+    charts = (blackjack_chart(), blackjack_rules_chart(), blackjack_brief_chart())
+    for state, compact_prompt, rules_prompt, brief_prompt in zip(
+        load_blackjack_states(), *charts, strict=True
     ):
         kind = "soft" if state.is_soft else "hard"
         assert compact_prompt.messages == [
@@ -157,7 +162,8 @@ def test_chart_prompts_equal_the_environment_prompts() -> None:
         ]
         assert [message["role"] for message in rules_prompt.messages] == ["system", "user"]
         assert f"({kind} {state.total}). The dealer shows: " in rules_prompt.messages[1]["content"]
-        for prompt in (compact_prompt, rules_prompt):
+        assert f" You have a {kind} " in brief_prompt.messages[1]["content"]
+        for prompt in (compact_prompt, rules_prompt, brief_prompt):
             assert prompt.answers == ["HIT", "STAND"]
             assert prompt.reference == state.best_move
             assert (prompt.panel, prompt.row, prompt.column) == (

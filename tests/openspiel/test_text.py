@@ -38,7 +38,7 @@ def parse_answer(renderer: TextRenderer, observation: OpenSpielObservation, text
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("style", ["compact", "rules"])
+@pytest.mark.parametrize("style", ["compact", "rules", "brief"])
 @pytest.mark.parametrize("game", [*RENDERED_GAMES, *GENERIC_GAMES])
 def test_every_legal_response_parses_to_the_matching_action(game: str, style: str) -> None:
     environment = make_environment(game=game, text_style=style)
@@ -51,7 +51,7 @@ def test_every_legal_response_parses_to_the_matching_action(game: str, style: st
             for answer, action_id in zip(answers, observation.legal_actions, strict=True):
                 assert renderer.parse(answer, observation).action_id == action_id
                 assert renderer.parse(f"  {answer}\n", observation).action_id == action_id
-                if style == "rules":
+                if style != "compact":
                     response = f"<think>or not?</think>I choose <answer> {answer} </answer>."
                     assert renderer.parse(response, observation).action_id == action_id
 
@@ -204,6 +204,29 @@ def test_prompt_after_a_hit_shows_the_complete_hand() -> None:
         assert set(first_hand) <= set(second_hand)
         num_hits += 1
     assert num_hits > 5
+
+
+def test_brief_style_names_the_moves_and_repeats_only_what_changes() -> None:
+    moves = [TEN, DIAMONDS + TWO, SPADES + NINE, HEARTS + KING]
+    system_text, first_text = render_state("blackjack", moves, style="brief")
+    assert system_text.endswith("\n\nAnswer with your move alone, HIT or STAND.")
+    assert first_text == "The dealer shows a ten. You have a hard twelve."
+
+    later_texts = render_state("blackjack", [*moves, HIT, SEVEN], style="brief", first=False)
+    assert later_texts == ["You have a hard nineteen."]
+
+
+@pytest.mark.parametrize(
+    ("game", "format_rule"),
+    [
+        ("kuhn_poker", "Answer with your move alone, PASS or BET."),
+        ("catch", "Answer with your move alone, for example LEFT."),
+    ],
+)
+def test_brief_style_asks_for_the_move_alone(game: str, format_rule: str) -> None:
+    renderer, observation = start_game(game, "brief")
+    system_message = renderer.render(observation, first=True)[0]
+    assert system_message["content"].endswith(f"\n\n{format_rule}")
 
 
 def test_final_blackjack_text_shows_both_totals() -> None:

@@ -20,6 +20,12 @@ _NUM_CARDS = 52
 _NUM_RANKS = 13
 _PLAYER_ACES = tuple(_HAND_START + suit * _NUM_RANKS for suit in range(4))
 _CARD_VALUES = tuple(min(card % _NUM_RANKS + 1, 10) for card in range(_NUM_CARDS))
+# A number word is one token in most tokenizers, but "17" is two digits, the last of them that of 7.
+_NUMBER_WORDS = (
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
+    *("eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen"),
+    *("nineteen", "twenty", "twenty-one"),
+)
 _UP_CARD_NAMES = tuple("A" if value == 1 else str(value) for value in _CARD_VALUES)
 
 
@@ -78,12 +84,15 @@ class BlackjackRenderer(GameRenderer):
         hand_kind = "soft" if is_soft else "hard"
         return f"Your hand: {hand} ({hand_kind} {total}). The dealer shows: {up_card}."
 
-    def describe_briefly(self, observation: OpenSpielObservation) -> str:
-        """Return the dealer's open card and the player's total; at the end, both hands."""
+    def describe_briefly(self, observation: OpenSpielObservation, *, first: bool) -> str:
+        """Return the dealer's open card, at first only, and the player's total, both in words."""
         if observation.game_phase == "terminal":
             return self.describe(observation)
         total, is_soft, up_card = read_hand_and_up_card(observation.info_state)
-        return f"The dealer shows {up_card}. You have a {'soft' if is_soft else 'hard'} {total}."
+        hand = f"You have a {'soft' if is_soft else 'hard'} {_NUMBER_WORDS[total]}."
+        card = "ace" if up_card == "A" else _NUMBER_WORDS[int(up_card)]
+        article = "an" if card in ("ace", "eight") else "a"
+        return f"The dealer shows {article} {card}. {hand}" if first else hand
 
 
 def _read_cards(info_state: Sequence[float], start: int) -> list[int]:

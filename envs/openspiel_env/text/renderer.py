@@ -8,7 +8,7 @@ rules     system:    the rules and the format of responses
           assistant: ... <answer>HIT</answer>   in tags, or the only move in the text
 
 brief     system:    the rules
-          user:      The dealer shows 10. You have a hard 16.
+          user:      The dealer shows a ten. You have a hard sixteen.
           assistant: HIT                        as in the rules style; the prompt asks for no tags
 
 A renderer sees only observations, so it cannot reveal hidden information.
@@ -59,8 +59,8 @@ class GameRenderer(ABC):
     def describe(self, observation: OpenSpielObservation) -> str:
         """Return the situation in sentences."""
 
-    def describe_briefly(self, observation: OpenSpielObservation) -> str:
-        """Return the situation in the shortest sentences, without details that do not matter."""
+    def describe_briefly(self, observation: OpenSpielObservation, *, first: bool) -> str:
+        """Return what matters of the situation; after the first call, only what can change."""
         return self.describe(observation)
 
     def list_legal_names(self, observation: OpenSpielObservation) -> Sequence[str]:
@@ -73,14 +73,15 @@ class GameRenderer(ABC):
         return self.action_names
 
     def render(self, observation: OpenSpielObservation, *, first: bool) -> list[Message]:
-        """Return the new messages. The first call adds the rules, except in the compact style."""
-        describe = {
-            "compact": self.summarize,
-            "rules": self.describe,
-            "brief": self.describe_briefly,
-        }[self.style]
-        message: Message = {"role": "user", "content": describe(observation)}
-        if self.style == "compact" or not first:
+        """Return the new messages. The first call adds the rules, but not in the compact style."""
+        if self.style == "compact":
+            return [{"role": "user", "content": self.summarize(observation)}]
+        if self.style == "brief":
+            situation = self.describe_briefly(observation, first=first)
+        else:
+            situation = self.describe(observation)
+        message: Message = {"role": "user", "content": situation}
+        if not first:
             return [message]
         system_prompt = f"{self.rules}\n\n{self._explain_format(observation)}"
         return [{"role": "system", "content": system_prompt}, message]
