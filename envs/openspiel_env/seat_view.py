@@ -101,7 +101,29 @@ class SeatView:
         ]
         if len(set(names)) < len(names):  # OpenSpiel gives two moves the same name
             names = [f"{name} #{action}" for name, action in zip(names, actions, strict=True)]
-        return {"view": self._read_string(state).strip("\n"), "answers": names}
+        text: dict[str, object] = {
+            "view": self._read_string(state).strip("\n"),
+            "answers": names,
+        }
+        if self._loaded_game.shows_moves and self._loaded_game.num_players > 1:
+            text["last_moves"] = self._list_last_moves(state)
+        return text
+
+    def _list_last_moves(self, state: pyspiel.State) -> list[tuple[int, str]]:
+        """Return the players and names of the moves since the seat's own move."""
+        moves = state.full_history()
+        start = len(moves)
+        while start and moves[start - 1].player != self.player:
+            start -= 1
+        # The name of a move can depend on the state before it.
+        replay = state.get_game().new_initial_state()
+        names = []
+        for index, move in enumerate(moves):
+            if index >= start and move.player >= 0:
+                name = replay.action_to_string(move.player, move.action)
+                names.append((move.player, " ".join(name.split())))
+            replay.apply_action(move.action)
+        return names
 
     def _read_string(self, state: pyspiel.State) -> str:
         # The observation shows everything in games with perfect information. In other games, only

@@ -18,7 +18,9 @@ from openspiel_env.text import make_renderer
 
 RENDERED_GAMES = ("blackjack", "catch", "connect_four", "kuhn_poker", "tic_tac_toe")
 """Games with a game-specific renderer."""
-GENERIC_GAMES = ("backgammon", "chess", "goofspiel", "leduc_poker", "phantom_ttt")
+EXPLAINED_GAMES = ("2048", "chess", "go(board_size=5)", "leduc_poker")
+"""Games whose renderer explains OpenSpiel's strings."""
+GENERIC_GAMES = (*EXPLAINED_GAMES, "backgammon", "breakthrough", "goofspiel", "phantom_ttt")
 
 HIT, STAND = 0, 1
 

@@ -9,6 +9,7 @@ import pytest
 from ludus.env import TextRenderer
 from ludus.proto.errors import ActionParseError
 from openspiel_env import OpenSpielObservation, make_environment
+from openspiel_env.games import load_game
 from tests.openspiel.seats import (
     GENERIC_GAMES,
     HIT,
@@ -272,7 +273,14 @@ def test_compact_style_renders_the_expected_text(
         ("tic_tac_toe", [2, 3], 0, "1 2 x\no 5 6\n7 8 9\nYou are x."),
         ("connect_four", [6], 1, "1 2 3 4 5 6 7\n. . . . . . ."),
         ("kuhn_poker", [2, 1, 1], 1, "You are player 2 of 2. Your card: Q. Moves so far: BET."),
-        ("leduc_poker", [0, 4, 1], 1, "[Observer: 1][Private: 4]"),
+        (
+            "leduc_poker",
+            [0, 4, 1],
+            1,
+            "Your opponent's move: Call.\nRound 1. Your card: K. You have 99 chips, your opponent "
+            "99. Pot: 2 chips.\nMoves in round 1: call. Moves in round 2: none.\n"
+            "It is your turn. Your legal moves: Call | Raise",
+        ),
     ],
 )
 def test_rules_style_renders_the_expected_text(
@@ -286,6 +294,60 @@ def test_prompt_includes_earlier_moves_and_public_cards() -> None:
     [text] = render_state("leduc_poker", moves_with_public_card)
     assert "[Public: 2][Round1: 1 1]" in text
     assert text.endswith("moves: Call | Raise")
+
+
+def test_chess_prompt_shows_the_board_the_colour_and_the_last_move() -> None:
+    state = load_game("chess").game.new_initial_state()
+    system_text, text = render_state("chess", [state.string_to_action("e4")], style="rules")
+    assert system_text.startswith("You play chess as Black against one opponent")
+    lines = text.splitlines()
+    assert lines[0] == "White's last move: e4."
+    assert lines[1:9] == [
+        "8 r n b q k b n r",
+        "7 p p p p p p p p",
+        "6 . . . . . . . .",
+        "5 . . . . . . . .",
+        "4 . . . . P . . .",
+        "3 . . . . . . . .",
+        "2 P P P P . P P P",
+        "1 R N B Q K B N R",
+    ]
+    assert lines[9] == "  a b c d e f g h"
+    assert lines[-1].startswith("It is your turn. Your legal moves: a6 | a5 | ")
+
+
+def test_go_prompt_shows_the_board_and_the_last_move() -> None:
+    game = "go(board_size=3)"
+    system_text, text = render_state(game, [4], player=1, style="rules")
+    assert system_text.startswith("You play Go as White on a board of 3 by 3 points")
+    assert text == (
+        "Black's last move: b2.\n 3 . . .\n 2 . X .\n 1 . . .\n   a b c\nIt is your turn as White. "
+        "You may pass or choose one of 8 free points, for example a1."
+    )
+
+
+def test_2048_prompt_shows_the_board() -> None:
+    system_text, text = render_state("2048", [0, 19], style="rules")
+    assert system_text.startswith("You play 2048 alone")
+    assert text == (
+        "     2     .     .     .\n     .     .     .     .\n     .     4     .     .\n"
+        "     .     .     .     .\nIt is your turn. Your legal moves: Up | Right | Down | Left"
+    )
+
+
+def test_generic_rules_state_the_seat_the_reward_and_the_length() -> None:
+    system_text, _ = render_state("breakthrough", [], style="rules")
+    assert "You are the first of two players and move first" in system_text
+    assert "from -1 (worst) to 1 (best); what one player wins, the others lose." in system_text
+    assert "A game has at most" in system_text
+
+
+def test_generic_prompt_names_the_opponents_last_move() -> None:
+    state = load_game("breakthrough").game.new_initial_state()
+    move = state.legal_actions()[0]
+    name = state.action_to_string(0, move)
+    text = render_state("breakthrough", [move], player=1, style="rules")[1]
+    assert text.startswith(f"Your opponent's move: {name}.")
 
 
 # -- parsing -------------------------------------------------------------------

@@ -5,19 +5,27 @@ from __future__ import annotations
 from ..games import LoadedGame
 from .blackjack import BlackjackRenderer
 from .catch import CatchRenderer
+from .chess import ChessRenderer
 from .connect_four import ConnectFourRenderer
 from .generic import GenericRenderer
+from .go import GoRenderer
 from .kuhn_poker import KuhnPokerRenderer
+from .leduc_poker import LeducPokerRenderer
 from .renderer import GameRenderer, TextStyle
 from .tic_tac_toe import TicTacToeRenderer
+from .twenty_forty_eight import TwentyFortyEightRenderer
 
 __all__ = ["GameRenderer", "TextStyle", "has_own_text", "make_renderer"]
 
 _RENDERERS: dict[str, type[GameRenderer]] = {
+    "2048": TwentyFortyEightRenderer,
     "blackjack": BlackjackRenderer,
     "catch": CatchRenderer,
+    "chess": ChessRenderer,
     "connect_four": ConnectFourRenderer,
+    "go": GoRenderer,
     "kuhn_poker": KuhnPokerRenderer,
+    "leduc_poker": LeducPokerRenderer,
     "tic_tac_toe": TicTacToeRenderer,
 }
 
