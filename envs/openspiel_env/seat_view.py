@@ -109,7 +109,7 @@ class SeatView:
             text["last_moves"] = self._list_last_moves(state)
         return text
 
-    def _list_last_moves(self, state: pyspiel.State) -> list[tuple[int, str]]:
+    def _list_last_moves(self, state: pyspiel.State) -> list[list[int | str]]:
         """Return the players and names of the moves since the seat's own move."""
         moves = state.full_history()
         start = len(moves)
@@ -117,11 +117,11 @@ class SeatView:
             start -= 1
         # The name of a move can depend on the state before it.
         replay = state.get_game().new_initial_state()
-        names = []
+        names: list[list[int | str]] = []
         for index, move in enumerate(moves):
             if index >= start and move.player >= 0:
                 name = replay.action_to_string(move.player, move.action)
-                names.append((move.player, " ".join(name.split())))
+                names.append([move.player, " ".join(name.split())])
             replay.apply_action(move.action)
         return names
 

@@ -18,7 +18,7 @@ from openspiel_env.text import make_renderer
 
 RENDERED_GAMES = ("blackjack", "catch", "connect_four", "kuhn_poker", "tic_tac_toe")
 """Games with a game-specific renderer."""
-EXPLAINED_GAMES = ("2048", "chess", "go(board_size=5)", "leduc_poker")
+EXPLAINED_GAMES = ("2048", "chess", "go(board_size=5)", "leduc_poker", "liars_dice")
 """Games whose renderer explains OpenSpiel's strings."""
 GENERIC_GAMES = (*EXPLAINED_GAMES, "backgammon", "breakthrough", "goofspiel", "phantom_ttt")
 

@@ -99,6 +99,7 @@ def test_compact_prompt_is_one_message(game: str) -> None:
         ("kuhn_poker", [1, 0], {1: 2}),
         ("kuhn_poker", [1, 0, 0, 1], {1: 2}),
         ("leduc_poker", [0, 1, 1], {1: 4}),
+        ("liars_dice", [2, 4, 3, 5], {1: 0}),
         # the cell that the opponent marked
         ("phantom_ttt", [4, 0], {1: 8}),
     ],
@@ -273,6 +274,13 @@ def test_compact_style_renders_the_expected_text(
         ("tic_tac_toe", [2, 3], 0, "1 2 x\no 5 6\n7 8 9\nYou are x."),
         ("connect_four", [6], 1, "1 2 3 4 5 6 7\n. . . . . . ."),
         ("kuhn_poker", [2, 1, 1], 1, "You are player 2 of 2. Your card: Q. Moves so far: BET."),
+        (
+            "liars_dice",
+            [2, 4, 3, 11],
+            0,
+            "Your opponent's move: 2-6.\nYour dice: 3. Bids so far: 1-4, 2-6.\n"
+            "It is your turn. Your legal moves: Liar",
+        ),
         (
             "leduc_poker",
             [0, 4, 1],

@@ -11,6 +11,7 @@ from .generic import GenericRenderer
 from .go import GoRenderer
 from .kuhn_poker import KuhnPokerRenderer
 from .leduc_poker import LeducPokerRenderer
+from .liars_dice import LiarsDiceRenderer
 from .renderer import GameRenderer, TextStyle
 from .tic_tac_toe import TicTacToeRenderer
 from .twenty_forty_eight import TwentyFortyEightRenderer
@@ -26,6 +27,7 @@ _RENDERERS: dict[str, type[GameRenderer]] = {
     "go": GoRenderer,
     "kuhn_poker": KuhnPokerRenderer,
     "leduc_poker": LeducPokerRenderer,
+    "liars_dice": LiarsDiceRenderer,
     "tic_tac_toe": TicTacToeRenderer,
 }
 
