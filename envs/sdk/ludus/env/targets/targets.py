@@ -84,23 +84,28 @@ class TargetFactory:
     @property
     def one_per_process(self) -> bool:
         """True if a process can have only one of its environments at a time."""
-        return bool(getattr(unwrap_builder(_find_builder(self.target)), "one_per_process", False))
+        return bool(self._read_attribute("one_per_process", default=False))
 
     @property
     def needs_network(self) -> bool:
         """False if its environments declare that they need no network."""
-        builder = unwrap_builder(_find_builder(self.target))
-        if not inspect.isclass(builder):
-            try:
-                builder = get_type_hints(builder).get("return")
-            except Exception:  # noqa: BLE001 - third-party annotations may not be importable
-                builder = None
-        return bool(getattr(builder, "needs_network", True))
+        return bool(self._read_attribute("needs_network", default=True))
 
     @property
     def isolation(self) -> Literal["inline", "process"]:
         """Default isolation of its sessions on a server."""
         return "process" if self.one_per_process else "inline"
+
+    def _read_attribute(self, name: str, *, default: bool) -> Any:
+        """Return an attribute of the builder, or of the class that a function returns."""
+        builder = unwrap_builder(_find_builder(self.target))
+        if inspect.isclass(builder) or hasattr(builder, name):
+            return getattr(builder, name, default)
+        try:
+            environment_type = get_type_hints(builder).get("return")
+        except Exception:  # noqa: BLE001 - third-party annotations may not be importable
+            return default
+        return getattr(environment_type, name, default)
 
     def __call__(self) -> AnyEnvironment:
         """Make a new environment.

@@ -1,0 +1,1 @@
+"""Server side: the environment and its server program."""
