@@ -9,7 +9,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from ludus.proto.config import LanguageModelRun
-from ludus.trainer.learner.model import make_ancestor_mask
+from ludus.trainer.learner.tree_attention import make_ancestor_mask
 from ludus.trainer.setup.memory.learner import RankMemory
 from ludus.trainer.setup.memory.shape import measure_skeleton
 from tests.learner.memory_peak import MemoryPeak

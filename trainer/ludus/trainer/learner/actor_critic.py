@@ -25,8 +25,8 @@ from ludus.trainer.learner.model import (
     PolicyModel,
     PolicyOutput,
     gather_full_tensor,
-    make_ancestor_mask,
 )
+from ludus.trainer.learner.tree_attention import make_tree_mask, use_tree_attention
 from ludus.trainer.models.load import is_reward_model, load_sequence_classifier, load_tokenizer
 from ludus.trainer.models.sharded_reading import Prepare
 
@@ -37,12 +37,15 @@ class Critic(nn.Module):
     def __init__(self, classifier: PreTrainedModel) -> None:
         super().__init__()
         self.classifier = classifier
+        use_tree_attention(classifier)
 
     def forward(self, rows: PackedRows) -> tuple[Tensor, Tensor]:
         """Return float32 values: [E] before each sampled token, and [N] after each sample."""
         hidden_states = self.classifier.base_model(
             input_ids=rows.token_ids,
-            attention_mask=None if rows.ends is None else make_ancestor_mask(rows.ends),
+            attention_mask=(
+                None if rows.ends is None else make_tree_mask(self.classifier, rows.ends)
+            ),
             position_ids=None if rows.ends is None else rows.depths,
             use_cache=False,
         ).last_hidden_state.flatten(0, 1)

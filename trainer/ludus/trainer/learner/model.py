@@ -23,6 +23,7 @@ from ludus.proto.config import LearnerConfig
 from ludus.trainer.learner.language_head import EntropyMode, LanguageHead
 from ludus.trainer.learner.micro_batches import PackedRows
 from ludus.trainer.learner.packing import RowCosts
+from ludus.trainer.learner.tree_attention import make_tree_mask, use_tree_attention
 
 VALUE_HEAD = "value_head"
 
@@ -67,6 +68,7 @@ class PolicyModel(nn.Module):
     def __init__(self, language_model: PreTrainedModel, *, has_value_head: bool = False) -> None:
         super().__init__()
         self.language_model = language_model
+        use_tree_attention(language_model)
         self._head = LanguageHead(language_model)
         self.value_head: nn.Linear | None = None
         if has_value_head:
@@ -81,7 +83,9 @@ class PolicyModel(nn.Module):
         """Return log-probs, and values if there is a value head, of the sampled tokens."""
         model_inputs = {
             "input_ids": rows.token_ids,
-            "attention_mask": None if rows.ends is None else make_ancestor_mask(rows.ends),
+            "attention_mask": (
+                None if rows.ends is None else make_tree_mask(self.language_model, rows.ends)
+            ),
             "position_ids": None if rows.ends is None else rows.depths,
         }
         (logprobs, entropies), hidden_states = self._head.compute_output(
@@ -107,13 +111,6 @@ class PolicyModel(nn.Module):
             use_cache=False,
         ).logits
         return logits.float()
-
-
-def make_ancestor_mask(ends: Tensor) -> Tensor:
-    """Return a bool mask [R, 1, L, L], True if the column's node is an ancestor of the row's."""
-    positions = torch.arange(ends.shape[1], device=ends.device)
-    is_earlier = positions <= positions[:, None]
-    return (is_earlier & (positions[:, None] < ends[:, None, :]))[:, None]
 
 
 def estimate_row_costs(language_model: PreTrainedModel) -> RowCosts:

@@ -1,0 +1,157 @@
+"""Attention of packed prefix trees, in memory that is linear in the length of a row.
+
+    ends [R, L] --as a "mask" [R, 1, 1, L]--> transformers --unchanged--> each attention layer
+                                                     on a CPU                      |  on CUDA
+                blocks of queries, computed again in the backward pass <-----------+--> FlexAttention
+
+The node at q may attend to the node at k exactly if k <= q < end[k] (see `packing`). So each block
+builds its part of the mask from the ends, and needs only the keys up to its last query, from the
+first key that one of its queries may attend to. Models that do not use transformers' attention
+interface get a dense mask.
+
+Shapes: R = rows, L = tokens of a row, B = queries of a block, K = keys of a block.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.flex_attention import flex_attention_forward
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+QUERY_BLOCK_SIZE = 512
+"""Number of queries of a block on the CPU."""
+_FLEX_BLOCK_SIZE = 128
+_NAME = "ludus_tree"
+
+
+def use_tree_attention(model: PreTrainedModel) -> None:
+    """Let the model use this attention, if it uses transformers' attention on torch's function."""
+    if model.config._attn_implementation == "sdpa" and model._can_set_attn_implementation():
+        model.set_attn_implementation(_NAME)
+
+
+def make_tree_mask(model: PreTrainedModel, ends: Tensor) -> Tensor:
+    """Return the attention mask for the model: the ends [R, 1, 1, L], or else a dense mask."""
+    if model.config._attn_implementation == _NAME:
+        return ends[:, None, None]
+    return make_ancestor_mask(ends)
+
+
+def make_ancestor_mask(ends: Tensor) -> Tensor:
+    """Return a bool mask [R, 1, L, L], True if the column's node is an ancestor of the row's."""
+    return _make_block_mask(ends, 0, 0, ends.shape[1])
+
+
+def make_flex_mask(ends: Tensor) -> BlockMask:
+    """Return the mask for FlexAttention, made without a comparison of all pairs of nodes."""
+    num_rows, length = ends.shape
+    num_blocks = -(-length // _FLEX_BLOCK_SIZE)
+    # Columns that only fill the last block are invisible, and `mask_mod` is not asked for them.
+    block_ends = pad(ends, (0, num_blocks * _FLEX_BLOCK_SIZE - length))
+    max_ends = block_ends.view(num_rows, 1, num_blocks, _FLEX_BLOCK_SIZE).amax(-1)
+    blocks = torch.arange(num_blocks, device=ends.device)[:, None]
+    is_needed = (max_ends > blocks * _FLEX_BLOCK_SIZE) & (blocks >= blocks.T)
+    indices = is_needed.int().argsort(dim=-1, descending=True, stable=True).int()
+
+    def is_visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (query < ends[row, key])
+
+    return BlockMask.from_kv_blocks(
+        is_needed.sum(-1, dtype=torch.int32)[:, None],
+        indices[:, None],
+        BLOCK_SIZE=_FLEX_BLOCK_SIZE,
+        mask_mod=is_visible,
+        seq_lengths=(length, length),
+    )
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **arguments: Any,
+) -> tuple[Tensor, None]:
+    """Return [rows, tokens, heads, head size], as transformers' attention functions do."""
+    if attention_mask is None or attention_mask.dtype != torch.int64:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, **arguments
+        )
+    ends = attention_mask[:, 0, 0]
+    if query.is_cuda and dropout == 0:
+        mask = make_flex_mask(ends)
+        return flex_attention_forward(module, query, key, value, mask, scaling, **arguments)[
+            0
+        ], None
+    num_groups = query.shape[1] // key.shape[1]
+    key, value = repeat_kv(key, num_groups), repeat_kv(value, num_groups)
+    return _attend_in_blocks(query, key, value, ends, dropout, scaling), None
+
+
+@torch.compiler.disable
+def _attend_in_blocks(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, dropout: float, scaling: float | None
+) -> Tensor:
+    """Return the output [R, L, heads, head size]; the masks of several blocks are not kept."""
+    length = query.shape[2]
+    max_ends, outputs = ends.amax(0), []
+    for start in range(0, length, QUERY_BLOCK_SIZE):
+        stop = min(start + QUERY_BLOCK_SIZE, length)
+        first_key = int((max_ends[:stop] > start).int().argmax())
+        inputs = (
+            query[:, :, start:stop],
+            key[:, :, first_key:stop],
+            value[:, :, first_key:stop],
+            ends[:, first_key:stop],
+            start - first_key,
+            first_key,
+            dropout,
+            scaling,
+        )
+        if length <= QUERY_BLOCK_SIZE:
+            outputs.append(_attend_block(*inputs))
+            continue
+        output = checkpoint(
+            _attend_block, *inputs, use_reentrant=False, preserve_rng_state=dropout > 0
+        )
+        assert isinstance(output, Tensor)
+        outputs.append(output)
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
+
+
+def _attend_block(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: Tensor,
+    offset: int,
+    first_key: int,
+    dropout: float,
+    scaling: float | None,
+) -> Tensor:
+    mask = _make_block_mask(ends, first_key, offset, query.shape[2])
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling
+    )
+
+
+def _make_block_mask(ends: Tensor, first_key: int, offset: int, num_queries: int) -> Tensor:
+    """Return the mask [R, 1, B, K] of queries that start `offset` columns after the first key."""
+    keys = torch.arange(first_key, first_key + ends.shape[1], device=ends.device)
+    queries = keys[offset : offset + num_queries, None]
+    return ((keys <= queries) & (queries < ends[:, None, :]))[:, None]
+
+
+AttentionInterface.register(_NAME, _attend)
+AttentionMaskInterface.register(_NAME, sdpa_mask)
