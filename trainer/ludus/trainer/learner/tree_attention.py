@@ -1,8 +1,8 @@
 """Attention of packed prefix trees, in memory that is linear in the length of a row.
 
     ends [R, L] --as a "mask" [R, 1, 1, L]--> transformers --unchanged--> each attention layer
-                                                     on a CPU                      |  on CUDA
-                blocks of queries, computed again in the backward pass <-----------+--> FlexAttention
+                                                                 on a CPU  |  on CUDA
+            blocks of queries, computed again in the backward pass  <------+------>  FlexAttention
 
 The node at q may attend to the node at k exactly if k <= q < end[k] (see `packing`). So each block
 builds its part of the mask from the ends, and needs only the keys up to its last query, from the

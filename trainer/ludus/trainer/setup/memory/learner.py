@@ -25,6 +25,7 @@ from ludus.proto.config import LanguageModelRun
 from ludus.proto.memory_plan import MemoryPart
 from ludus.trainer.learner.chunked_logprobs import MAX_CHUNK_LOGITS
 from ludus.trainer.learner.language_head import MAX_PLAIN_LOGITS
+from ludus.trainer.learner.tree_attention import QUERY_BLOCK_SIZE
 from ludus.trainer.setup.memory.shape import ModelShape
 
 SUM_BYTES = 4
@@ -303,9 +304,13 @@ class RankMemory:
             token_bytes += (SUM_BYTES + itemsize) * (shape.query_size + shape.key_size)
         layer_bytes, mask_bytes = num_tokens * token_bytes, 0
         if packs_trees:
-            num_pairs = num_tokens * self._estimate_row_length(num_tokens)
+            row_length = self._estimate_row_length(num_tokens)
+            num_pairs = num_tokens * min(row_length, QUERY_BLOCK_SIZE)
             mask_bytes = num_pairs
-            layer_bytes += itemsize * num_pairs
+            if row_length <= QUERY_BLOCK_SIZE:
+                layer_bytes += itemsize * num_pairs
+            else:  # the backward pass computes the mask of one block at a time again
+                mask_bytes += itemsize * num_pairs
         num_layers = shape.num_layers
         if self.run.learner.activation_checkpointing:
             mask_bytes += num_layers * num_tokens * itemsize * shape.width
