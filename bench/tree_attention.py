@@ -6,7 +6,8 @@
 A model with 4 layers of width 256 and random weights computes hidden states of one row, a tree
 whose branches have 128 tokens, and their gradients, in float32. Memory is the peak that no file
 backs (RssAnon), above its value before, in a new process for each length; freed blocks return to
-the system at once. `a L + b L^2` is fitted to it. Time is the minimum of several runs, both kinds in turn.
+the system at once. `a L + b L^2` is fitted to it. Time is the minimum of several runs, both kinds
+in turn.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def main() -> None:
         sys.stdout.flush()
     if not arguments.no_memory:
         runs += measure_memory(arguments.lengths)
-    machine.write_runs(RESULTS, " ".join(["python", "bench/tree_attention.py"]), runs)
+    machine.write_runs(
+        RESULTS, " ".join(["python", "bench/tree_attention.py", *sys.argv[1:]]), runs
+    )
 
 
 def measure_memory(lengths: list[int]) -> list[dict[str, float]]:
