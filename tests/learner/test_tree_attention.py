@@ -1,17 +1,15 @@
-"""Attention in blocks computes the same as a dense mask, and so does the mask of FlexAttention."""
+"""Attention in blocks computes the same as a dense mask."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import flex_attention
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ludus.trainer.learner.tree_attention import (
     QUERY_BLOCK_SIZE,
     make_ancestor_mask,
-    make_flex_mask,
     make_tree_mask,
     use_tree_attention,
 )
@@ -68,19 +66,6 @@ def test_blocks_give_the_logprobs_and_gradients_of_a_dense_mask(length: int) -> 
     assert mask.numel() == ends.numel()
     for actual, wanted in zip(compute(model, token_ids, mask), expected, strict=True):
         torch.testing.assert_close(actual, wanted, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("length", [100, 128, 500])
-def test_the_flex_mask_covers_the_same_pairs(length: int) -> None:
-    ends = torch.stack([make_ends(length, seed) for seed in range(3)])
-    mask, dense = make_flex_mask(ends), make_ancestor_mask(ends)
-    needed = mask.to_dense().bool().repeat_interleave(128, -1).repeat_interleave(128, -2)
-    assert not (dense & ~needed[..., :length, :length]).any()
-    query = torch.randn(3, 2, length, 16)
-    torch.testing.assert_close(
-        flex_attention(query, query, query, block_mask=mask),
-        torch.nn.functional.scaled_dot_product_attention(query, query, query, attn_mask=dense),
-    )
 
 
 def test_other_attention_functions_get_a_dense_mask() -> None:

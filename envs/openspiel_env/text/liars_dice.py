@@ -15,10 +15,11 @@ class LiarsDiceRenderer(GenericRenderer):
         super().__init__(loaded_game, player, style)
         parameters = loaded_game.game.get_parameters()
         num_players, sides = loaded_game.num_players, parameters["dice_sides"]
-        self._num_dice = parameters["numdice"]
+        num_dice = parameters["numdice"]
+        dice = "one die" if num_dice == 1 else f"{num_dice} dice"
         self.rules = (
             f"You play liar's dice with {num_players} players, as player {player + 1}. Each player "
-            f"rolls {self._num_dice} dice with sides 1 to {sides}, which only that player sees. "
+            f"rolls {dice} with sides 1 to {sides}, which only that player sees. "
             "Players take turns to bid: 2-5 says that the dice of all players show at least two "
             f"fives. A {sides} counts as any number. The listed bids are those above the latest "
             "bid. Liar doubts the latest bid and ends the game: its bidder wins if it is true, "

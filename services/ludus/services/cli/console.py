@@ -56,13 +56,15 @@ def _clean_cell(cell: RenderableType | None) -> RenderableType | None:
 
 def get_stdout() -> Console:
     """Return a console on stdout."""
-    return CleanConsole(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
+    width = None if sys.stdout.isatty() else PLAIN_WIDTH
+    # With emoji, rich would print "openspiel:hearts:" as a heart.
+    return CleanConsole(width=width, highlight=False, emoji=False)
 
 
 def get_stderr() -> Console:
     """Return a console on stderr."""
     width = None if sys.stderr.isatty() else PLAIN_WIDTH
-    return CleanConsole(stderr=True, width=width, highlight=False)
+    return CleanConsole(stderr=True, width=width, highlight=False, emoji=False)
 
 
 def print_line(console: Console, message: str, style: str | None = None) -> None:

@@ -1,8 +1,7 @@
 """Attention of packed prefix trees, in memory that is linear in the length of a row.
 
-    ends [R, L] --as a "mask" [R, 1, 1, L]--> transformers --unchanged--> each attention layer
-                                                                 on a CPU  |  on CUDA
-            blocks of queries, computed again in the backward pass  <------+------>  FlexAttention
+    ends [R, L] --as a "mask" [R, 1, 1, L]--> transformers --unchanged--> each attention layer,
+    which computes blocks of queries, and computes them again in the backward pass
 
 The node at q may attend to the node at k exactly if k <= q < end[k] (see `packing`). So each block
 builds its part of the mask from the ends, and needs only the keys up to its last query, from the
@@ -18,17 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 QUERY_BLOCK_SIZE = 512
-"""Number of queries of a block on the CPU."""
-_FLEX_BLOCK_SIZE = 128
+"""Number of queries of a block."""
 _NAME = "ludus_tree"
 
 
@@ -50,29 +46,6 @@ def make_ancestor_mask(ends: Tensor) -> Tensor:
     return _make_block_mask(ends, 0, 0, ends.shape[1])
 
 
-def make_flex_mask(ends: Tensor) -> BlockMask:
-    """Return the mask for FlexAttention, made without a comparison of all pairs of nodes."""
-    num_rows, length = ends.shape
-    num_blocks = -(-length // _FLEX_BLOCK_SIZE)
-    # Columns that only fill the last block are invisible, and `mask_mod` is not asked for them.
-    block_ends = pad(ends, (0, num_blocks * _FLEX_BLOCK_SIZE - length))
-    max_ends = block_ends.view(num_rows, 1, num_blocks, _FLEX_BLOCK_SIZE).amax(-1)
-    blocks = torch.arange(num_blocks, device=ends.device)[:, None]
-    is_needed = (max_ends > blocks * _FLEX_BLOCK_SIZE) & (blocks >= blocks.T)
-    indices = is_needed.int().argsort(dim=-1, descending=True, stable=True).int()
-
-    def is_visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (query < ends[row, key])
-
-    return BlockMask.from_kv_blocks(
-        is_needed.sum(-1, dtype=torch.int32)[:, None],
-        indices[:, None],
-        BLOCK_SIZE=_FLEX_BLOCK_SIZE,
-        mask_mod=is_visible,
-        seq_lengths=(length, length),
-    )
-
-
 def _attend(
     module: torch.nn.Module,
     query: Tensor,
@@ -89,11 +62,6 @@ def _attend(
             module, query, key, value, attention_mask, dropout, scaling, **arguments
         )
     ends = attention_mask[:, 0, 0]
-    if query.is_cuda and dropout == 0:
-        mask = make_flex_mask(ends)
-        return flex_attention_forward(module, query, key, value, mask, scaling, **arguments)[
-            0
-        ], None
     num_groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, num_groups), repeat_kv(value, num_groups)
     return _attend_in_blocks(query, key, value, ends, dropout, scaling), None
