@@ -207,6 +207,11 @@ _MODELS = (
         "Hugging Face's libraries",
         "Token for gated models and uploads, and the folder of downloaded models.",
     ),
+    (
+        "`PYTHONHASHSEED`",
+        "`reasoning_gym_env`",
+        "Hash seed of Python. Five generators refuse to start without a fixed seed, such as 0.",
+    ),
     ("`KUBECONFIG`", "`ludus submit` and the other commands for clusters", "File, as in kubectl."),
     (
         "`KUBERNETES_SERVICE_HOST`, `KUBERNETES_SERVICE_PORT`",

@@ -10,7 +10,7 @@ from ludus.env import Environment, ReturnRange, Transition
 from ludus.env.types import JsonObject
 from ludus.proto.errors import EpisodeStateError, ErrorCode
 
-from ..generators import NUM_TASKS, TaskGenerator, Task
+from ..generators import NUM_TASKS, Task, TaskGenerator
 from ..models import ReasoningGymAction, ReasoningGymObservation, ReasoningGymState
 from ..options import ReasoningGymOptions
 from ..text import ReasoningGymRenderer
