@@ -36,7 +36,7 @@ def test_catalogue_contains_what_the_libraries_contain(ludus: RunCli) -> None:
     import pyspiel
 
     entries = list_entries(ludus)
-    names = {prefix: set[str]() for prefix in ("openspiel", "atari", "gymnasium")}
+    names = {prefix: set[str]() for prefix in ("openspiel", "atari", "gymnasium", "reasoning_gym")}
     for target in entries:
         prefix, _, name = target.partition(":")
         if name:
