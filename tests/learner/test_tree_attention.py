@@ -64,8 +64,8 @@ def test_blocks_give_the_logprobs_and_gradients_of_a_dense_mask(length: int) -> 
     use_tree_attention(model)
     mask = make_tree_mask(model, ends)
     assert mask.numel() == ends.numel()
-    for actual, wanted in zip(compute(model, token_ids, mask), expected, strict=True):
-        torch.testing.assert_close(actual, wanted, atol=1e-5, rtol=1e-5)
+    for actual, reference in zip(compute(model, token_ids, mask), expected, strict=True):
+        torch.testing.assert_close(actual, reference, atol=1e-5, rtol=1e-5)
 
 
 def test_other_attention_functions_get_a_dense_mask() -> None:

@@ -39,12 +39,12 @@ class LeducPokerRenderer(GenericRenderer):
         fields = dict(_FIELD_PATTERN.findall(observation.metadata["view"]))
         public = f"The open card: {self._name(fields['Public'])}. " if "Public" in fields else ""
         chips = fields["Money"].split()
-        others = [count for index, count in enumerate(chips) if index != self.player]
-        rivals = "your opponent" if len(others) == 1 else "the others"
+        other_chips = [count for index, count in enumerate(chips) if index != self.player]
+        rivals = "your opponent" if len(other_chips) == 1 else "the others"
         pot = f" Pot: {fields['Pot']} chips." if observation.game_phase != "terminal" else ""
         return (
             f"Round {fields['Round']}. Your card: {self._name(fields['Private'])}. {public}"
-            f"You have {chips[self.player]} chips, {rivals} {', '.join(others)}.{pot}\n"
+            f"You have {chips[self.player]} chips, {rivals} {', '.join(other_chips)}.{pot}\n"
             f"Moves in round 1: {_name_moves(fields['Round1'])}. "
             f"Moves in round 2: {_name_moves(fields['Round2'])}."
         )

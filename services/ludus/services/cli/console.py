@@ -57,7 +57,7 @@ def _clean_cell(cell: RenderableType | None) -> RenderableType | None:
 def get_stdout() -> Console:
     """Return a console on stdout."""
     width = None if sys.stdout.isatty() else PLAIN_WIDTH
-    # With emoji, rich would print "openspiel:hearts:" as a heart.
+    # Rich would otherwise print "openspiel:hearts:" as a heart.
     return CleanConsole(width=width, highlight=False, emoji=False)
 
 
