@@ -86,9 +86,9 @@ def _describe_seat(loaded_game: LoadedGame, player: int) -> str:
     num_players = loaded_game.num_players
     if num_players == 1:
         return " alone"
-    others = "one opponent" if num_players == 2 else f"{_count(num_players - 1)} others"
+    opponents = "one opponent" if num_players == 2 else f"{_count(num_players - 1)} others"
     seat = f"{_ORDINAL_WORDS[player]}" if player < len(_ORDINAL_WORDS) else f"number {player + 1}"
-    text = f" against {others}. You are the {seat} of {_count(num_players)} players"
+    text = f" against {opponents}. You are the {seat} of {_count(num_players)} players"
     first_player = loaded_game.game.new_initial_state().current_player()
     if first_player >= 0 and not loaded_game.is_turn_based:
         text += " and move first" if first_player == player else " and do not move first"

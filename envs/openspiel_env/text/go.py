@@ -25,7 +25,7 @@ class GoRenderer(GenericRenderer):
             f"You play Go as {_COLORS[player]} on a board of {size} by {size} points; X is a black "
             "stone, O a white stone, a dot a free point. In turn, players place one stone on a "
             "free point or pass. Stones of one colour that touch along lines are a group; a group "
-            "without a free point beside it is captured and removed. You may not capture yourself "
+            "that touches no free point is captured and removed. You may not capture yourself "
             "or repeat an earlier board. Two passes in a row, or "
             f"{game.max_game_length()} moves, end the game. The score is a player's stones and the "
             f"free points that only this player surrounds; White gets {parameters['komi']:g} more. "
