@@ -132,8 +132,8 @@ values are repeated to Q |
 the \
 layer that is computed again |
 | tree mask | tokens x L x (1 + c layers) if L <= 512; otherwise tokens x 512 x (1 + c) | the \
-mask, and its float copy in each attention; longer rows compute blocks of 512 queries, whose masks are \
-not kept; L = s \
+mask, and its float copy in each attention; longer rows compute blocks of 512 queries, whose masks \
+are not kept; L = s \
 + \
 sqrt(s^2 + s a / b) is the cheapest row length for a common prefix of s tokens, with the costs a \
 of \
