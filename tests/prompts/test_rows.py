@@ -6,6 +6,8 @@ import json
 import math
 import tracemalloc
 from collections.abc import Callable
+from datetime import timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +161,29 @@ def test_column_of_bytes_is_refused(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "picture": {"bytes": b"\0"}}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     with pytest.raises(ConfigError, match="column 'picture' has the type"):
+        open_rows(tmp_path / "a.parquet", None, check_row)
+
+
+NESTED_COLUMNS = {
+    "bytes in a list in a struct": lambda: pyarrow.array([{"a": [b"x"]}]),
+    "decimal in a struct in a struct": lambda: pyarrow.array([{"a": {"b": Decimal("1.5")}}]),
+    "bytes in a list of fixed size": lambda: pyarrow.array(
+        [[b"x"]], pyarrow.list_(pyarrow.binary(), 1)
+    ),
+    "bytes in a map": lambda: pyarrow.array(
+        [[("k", b"x")]], pyarrow.map_(pyarrow.string(), pyarrow.binary())
+    ),
+    "duration": lambda: pyarrow.array([timedelta(days=1)]),
+}
+
+
+@pytest.mark.parametrize("name", NESTED_COLUMNS)
+def test_type_that_json_does_not_support_is_refused_at_any_depth(tmp_path: Path, name: str) -> None:
+    import pyarrow.parquet
+
+    table = pyarrow.table({"prompt": pyarrow.array(["a"]), "column": NESTED_COLUMNS[name]()})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match="column 'column' has the type"):
         open_rows(tmp_path / "a.parquet", None, check_row)
 
 

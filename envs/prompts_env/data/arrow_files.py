@@ -9,6 +9,7 @@ NaN becomes null, as in pandas.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from .rows import RowCheck, check_row
 _STATE_FILE = "state.json"
 _SPLITS_FILE = "dataset_dict.json"
 _ROWS_PER_BATCH = 1024
+_INNER_TYPE_NAMES = ("value_type", "key_type", "item_type", "storage_type")
+"""Attributes of the types of lists, dictionaries, maps and extensions."""
 
 
 class ArrowRows:
@@ -114,27 +117,38 @@ def _read_json(path: Path) -> Any:
 
 
 def _check_type(path: Path, pyarrow: Any, column: Any) -> None:
-    types = pyarrow.types
-    unsupported_checks = (
-        types.is_binary,
-        types.is_large_binary,
-        types.is_fixed_size_binary,
-        types.is_decimal,
-    )
-    value_type = column.type
-    while types.is_list(value_type) or types.is_large_list(value_type):
-        value_type = value_type.value_type
-    leaf_types = (
-        [leaf_type.type for leaf_type in value_type]
-        if types.is_struct(value_type)
-        else [value_type]
-    )
     if any(
-        is_unsupported(leaf_type)
-        for leaf_type in leaf_types
-        for is_unsupported in unsupported_checks
+        _is_unsupported(pyarrow, value_type) for value_type in _list_types(pyarrow, column.type)
     ):
         raise ConfigError(
             f"path = '{path}': column '{column.name}' has the type {column.type}, which JSON does "
             "not support; write the data set without the column"
         )
+
+
+def _list_types(pyarrow: Any, value_type: Any) -> Iterator[Any]:
+    """Yield a type and all types within it, such as the fields of structs in a list."""
+    yield value_type
+    if pyarrow.types.is_struct(value_type):
+        inner_types = [field.type for field in value_type]
+    else:
+        inner_types = [
+            getattr(value_type, name) for name in _INNER_TYPE_NAMES if hasattr(value_type, name)
+        ]
+    for inner_type in inner_types:
+        yield from _list_types(pyarrow, inner_type)
+
+
+def _is_unsupported(pyarrow: Any, value_type: Any) -> bool:
+    types = pyarrow.types
+    return any(
+        is_type(value_type)
+        for is_type in (
+            types.is_binary,
+            types.is_large_binary,
+            types.is_binary_view,
+            types.is_fixed_size_binary,
+            types.is_decimal,
+            types.is_duration,
+        )
+    )
