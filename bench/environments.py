@@ -361,13 +361,19 @@ def machine() -> dict[str, Any]:
     """Return the machine and the versions of packages."""
     packages = ("grpcio", "protobuf", "pydantic", "orjson", "uvloop", "uvicorn", "open_spiel")
     return {
-        "processor": platform.machine(),
+        "processor": _read_processor_model(),
         "num_cores": os.cpu_count(),
         "load_average": os.getloadavg(),
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in packages},
         "upstream": OPENENV,
     }
+
+
+def _read_processor_model() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def main() -> None:

@@ -130,6 +130,26 @@ def test_invalid_arguments_exit_with_an_error_and_no_traceback(arguments, expect
     assert "Traceback" not in process.stderr
 
 
+def test_example_of_the_page_is_a_valid_configuration(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "gateway-configuration.md").read_text("utf-8")
+    path = tmp_path / "gateway.toml"
+    path.write_text(page.partition("```toml\n")[2].partition("```")[0])
+    config = GatewayConfig.read(path)
+    assert {name: env.kind for name, env in config.environments.items()} == {
+        "blackjack": "subprocess",
+        "cards": "static",
+    }
+    assert config.sessions.queue_timeout_s == 60
+
+
+def test_env_option_replaces_the_environments_of_the_file(tmp_path):
+    path = tmp_path / "gateway.toml"
+    path.write_text("[environments.a]\nkind = 'static'\naddresses = ['grpc://h:1']")
+    section = {"kind": "static", "addresses": ["grpc://h:2"]}
+    config = GatewayConfig.read(path, {"environments": {"b": section}})
+    assert list(config.environments) == ["b"]
+
+
 def test_options_override_the_configuration_file(tmp_path):
     path = tmp_path / "gateway.toml"
     path.write_text(
@@ -159,6 +179,7 @@ namespace = "arena"
         ("[environments.a]\nkind = 'statik'", "statik"),
         ("[environments.'a b']\nkind = 'static'\naddresses = ['grpc://h:1']", "environments"),
         ("[sessions]\nlinger_s = -1\n[environments]", "linger_s"),
+        ("port = 60000\n[environments]", "port = 60000 needs a grpc_port"),
         ("x = ", "TOML"),
     ],
 )

@@ -19,7 +19,15 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import grpc
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from ludus.env.options import explain_errors
 from ludus.env.security.secret_files import ReadSecrets, follow_secrets
@@ -30,14 +38,15 @@ from ludus.env.security.session_ids import (
     derive_server_token,
 )
 from ludus.env.security.tls import TlsFiles, build_channel_credentials
-from ludus.env.sessions.options import Isolation
+from ludus.env.sessions.options import GRPC_PORT_OFFSET, Isolation, choose_grpc_port
 from ludus.env.types import JsonObject
 from ludus.proto.documents import DocumentError, read_toml
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.proto.paths import expand_home
 
 _Seconds = Annotated[float, Field(gt=0)]
-_Port = Annotated[int, Field(ge=0, le=65_535)]
+_MAX_PORT = 65_535
+_Port = Annotated[int, Field(ge=0, le=_MAX_PORT)]
 _NAME_PATTERN = r"^[A-Za-z0-9._-]{1,63}$"
 
 
@@ -212,7 +221,7 @@ class GatewayConfig(_Section):
     localhost, 127.0.0.1 and [::1]."""
     port: _Port = 8000
     """Port for HTTP and WebSocket; 0 selects a free port."""
-    grpc_port: _Port | None = None
+    grpc_port: _Port | None = Field(None, validate_default=True)
     """Port for gRPC. Default: port + 10000, or a free port if `port` is 0."""
     admin_port: _Port | None = None
     """Port for probes, /drain and /metrics over HTTP, without token or TLS. Only the cluster should
@@ -241,6 +250,18 @@ class GatewayConfig(_Section):
     certificates. The files may be replaced while the gateway runs."""
     sessions: SessionsSection = SessionsSection()
     servers: ServersSection = ServersSection()
+
+    @field_validator("grpc_port")
+    @classmethod
+    def _check_grpc_port(cls, grpc_port: int | None, info: ValidationInfo) -> int | None:
+        port = info.data.get("port", 0)
+        default_port = choose_grpc_port(port, grpc_port)
+        if default_port > _MAX_PORT:
+            raise ValueError(
+                f"port = {port} needs a grpc_port, because its default, port + {GRPC_PORT_OFFSET},"
+                f" is {default_port}, and ports end at {_MAX_PORT}; set grpc_port"
+            )
+        return grpc_port
 
     @classmethod
     def read(cls, path: Path, overrides: JsonObject | None = None) -> GatewayConfig:
