@@ -118,7 +118,8 @@ def test_show_describes_a_game(ludus: RunCli) -> None:
     assert "1, 2, 3, 4, 5, 6, 7, 8, 9" in result.out
     rows = [line.split() for line in result.out.splitlines()]
     assert ["agent_player", "integer", "0", "The", "player's", "seat."] in rows
-    assert any(row[:5] == ["text_style", "compact", "or", "rules", "compact"] for row in rows)
+    values = ["text_style", "compact", "or", "rules", "or", "brief", "compact"]
+    assert any(row[: len(values)] == values for row in rows)
     assert not any(row[:1] == ["game"] for row in rows), "the target sets the game"
     assert ["minimax", "not", "known"] in rows
     assert "tic_tac_toe/tiny.toml: A tiny language model learns tic-tac-toe" in result.out
