@@ -10,9 +10,9 @@ from ludus.services.gateway.config import GatewayConfig
 INTRODUCTION = """# Configuration of a gateway
 
 `ludus gateway --config FILE` reads a TOML file with these fields. The options of the [command]\
-(commands.md#ludus-gateway) override its top-level fields; `--env` replaces all its environments. \
-The options `--option`, `--servers`, `--max-sessions` and `--isolation` apply only to environments \
-of `--env`. An unknown field is an error. `null` \
+(commands.md#ludus-gateway) override its top-level fields; `--env` replaces \
+all environments of the file. `--servers`, `--max-sessions` and `--isolation` apply to the targets \
+of `--env` only, and are refused without such a target. An unknown field is an error. `null` \
 means that the field is not set. A path that starts with `~` begins in the home folder; other \
 relative paths begin in the working folder.
 

@@ -115,6 +115,8 @@ async def test_second_signal_ends_the_wait_for_sessions():
         (("--env", "a=openspiel_env", "--isolation", "some"), "'inline', 'pool' or 'process'"),
         (("--env", "a=openspiel_env", "--host", "0.0.0.0"), "needs tenants or a token"),
         (("--config", "/nowhere.toml"), "/nowhere.toml"),
+        (("--config", "/nowhere.toml", "--servers", "2"), "set environments.NAME.num_servers"),
+        (("--env", "a=grpc://h:1", "--max-sessions", "7"), "--max-sessions applies to targets"),
     ],
 )
 def test_invalid_arguments_exit_with_an_error_and_no_traceback(arguments, expected):

@@ -18,6 +18,12 @@ from ludus.services.cli.options import parse_options
 if TYPE_CHECKING:
     from ludus.services.gateway.gateway import Gateway
 
+_OPTION_NAMES = {
+    "num_servers": "--servers",
+    "max_sessions": "--max-sessions",
+    "isolation": "--isolation",
+}
+"""Options of servers on this machine, by the field of the configuration."""
 _EXAMPLE = "for example --env blackjack=openspiel_env or --env cards=grpc://10.0.0.7:18000"
 
 
@@ -51,12 +57,22 @@ TargetOptions = Annotated[
         help="Option for the constructor of environment NAME. Repeatable.",
     ),
 ]
-NumServers = Annotated[int, typer.Option("--servers", min=1, help="Number of servers per target.")]
-MaxSessions = Annotated[int, typer.Option(min=1, help="Maximum sessions per server.")]
+NumServers = Annotated[
+    int | None,
+    typer.Option(
+        "--servers", min=1, help="Number of servers per target of --env.", show_default="1"
+    ),
+]
+MaxSessions = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Maximum sessions per server of a target of --env.", show_default="256"
+    ),
+]
 Isolation = Annotated[
     str | None,
     typer.Option(
-        help="Isolation of sessions: inline, pool or process.",
+        help="Isolation of sessions of the targets of --env: inline, pool or process.",
         show_default="depends on the environment",
     ),
 ]
@@ -96,8 +112,8 @@ def run_gateway(
     config_path: ConfigFile = None,
     targets: Targets = None,
     target_options: TargetOptions = None,
-    num_servers: NumServers = 1,
-    max_sessions: MaxSessions = 256,
+    num_servers: NumServers = None,
+    max_sessions: MaxSessions = None,
     isolation: Isolation = None,
     host: Host = None,
     port: Port = None,
@@ -117,7 +133,11 @@ def run_gateway(
     from ludus.services.gateway.gateway import serve_gateway
 
     settings = {"num_servers": num_servers, "max_sessions": max_sessions, "isolation": isolation}
-    environments = _parse_environments(targets or (), target_options or (), settings)
+    environments = _parse_environments(
+        targets or (),
+        target_options or (),
+        {name: setting for name, setting in settings.items() if setting is not None},
+    )
     overrides: dict[str, Any] = {
         "host": host,
         "port": port,
@@ -156,9 +176,16 @@ def _parse_environments(
             sections[name] = {"kind": "static", "addresses": target.split(",")}
         else:
             sections[name] = {"kind": "subprocess", "target": target, "options": {}, **settings}
+    local_names = [name for name, section in sections.items() if "options" in section]
+    if settings and not local_names:
+        setting_name, setting = next(iter(settings.items()))
+        raise ConfigError(
+            f"{_OPTION_NAMES[setting_name]} applies to targets of --env that run on this machine,"
+            f" and there is none, got {setting!r}; set environments.NAME.{setting_name} in the"
+            " file of --config, or give the option to each server at an address"
+        )
     for option_name, option_value in parse_options(options).items():
         name, _, key = option_name.partition(".")
-        local_names = [name for name, section in sections.items() if "options" in section]
         if not key or name not in local_names:
             raise ConfigError(
                 f"--option must be NAME.KEY=VALUE, where NAME is an environment that runs on this"
