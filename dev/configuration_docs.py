@@ -30,6 +30,8 @@ kinds of runs:
 The command line can set every field: `ludus train FILE --set training.num_steps=20`, or \
 `ludus sft` for a fine-tuning run. A list of sections, such as `rewards`, is set as a whole, as \
 JSON or TOML. \
+`null` is a value in YAML, in JSON and after `--set` (`--set training.checkpoint_every_s=null`); \
+TOML has no such value. \
 `--dry-run` checks a run and shows what it would do; with `--json`, it prints every setting. An \
 unknown key or an impossible combination is an error before anything starts.
 

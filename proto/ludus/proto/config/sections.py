@@ -26,7 +26,7 @@ from ludus.proto.paths import PathText
 
 
 class LoraConfig(Section):
-    """Low-rank adapters. Only the adapters are trained and sent to the workers."""
+    """Low-rank adapters. Only the adapters are trained, and sent to rollout workers."""
 
     rank: PositiveInt = 16
     """Rank of each adapter."""
@@ -191,8 +191,9 @@ class RolloutConfig(Section):
     cluster has room."""
     num_threads: NumThreads | None = None
     """Number of CPU threads of each worker's generator. null takes 1 for models of a width below
-    256, on a GPU and in a Ray cluster; otherwise an equal share of this machine's cores, or of
-    OMP_NUM_THREADS, among the workers, and among the ranks too if training.max_staleness > 0."""
+    256, on a GPU and in a Ray cluster; otherwise this machine's cores, or OMP_NUM_THREADS, divided
+    by the number of workers and ranks if training.max_staleness > 0, and by the larger of the two
+    numbers if it is 0."""
     group_size: Annotated[int, Field(ge=2)] = 16
     """Number of episodes per group."""
     group_seed: Literal["shared", "independent"] = "shared"

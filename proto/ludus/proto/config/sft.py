@@ -13,6 +13,7 @@ from ludus.proto.config.language_model import LanguageModelRun, TrainingConfig, 
 from ludus.proto.config.section import (
     LearningRate,
     NonNegativeFloat,
+    NumThreads,
     PositiveFloat,
     PositiveInt,
     Seconds,
@@ -105,6 +106,10 @@ class SftTraining(TrainingLength):
 class SftLearner(LearnerConfig):
     """Updates of the model."""
 
+    num_threads: NumThreads | None = None
+    """Number of CPU threads of each rank. null takes 1 for models of a width below 256, on a GPU
+    and in a Ray cluster; otherwise an equal share of this machine's cores, or of
+    OMP_NUM_THREADS."""
     learning_rate: LearningRate | None = None
     """Peak learning rate of AdamW. null takes 2e-5, or 2e-4 with LoRA."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
@@ -115,6 +120,11 @@ class SftLearner(LearnerConfig):
     update_epochs: Literal[1] = 1
     """Number of passes over a batch, which is always 1; training.num_epochs has the passes over the
     conversations."""
+    offload_reference: bool = False
+    """Has no effect, because a fine-tuning run has no reference model."""
+    collective_timeout_s: Seconds = 600.0
+    """Time in seconds that a rank waits for the other ranks before the run ends. It can be resumed
+    from its latest checkpoint."""
 
 
 class SftRun(TrainingRun):

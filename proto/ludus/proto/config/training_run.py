@@ -37,7 +37,7 @@ class TrainingLength(Section):
     checkpoints, the end of training, Ctrl-C and a failure write a checkpoint too."""
     checkpoint_every_s: PositiveFloat | None = DEFAULT_CHECKPOINT_INTERVAL_S
     """Time after which the next step ends with a checkpoint, whatever the number of steps. It is
-    longer if checkpoints are slow, so that they take at most a twentieth of the time. None turns it
+    longer if checkpoints are slow, so that they take at most a twentieth of the time. null turns it
     off."""
     stop_grace_s: NonNegativeFloat = DEFAULT_STOP_GRACE_S
     """Time that a step has to finish after a stop is requested. A longer step is abandoned, and a
