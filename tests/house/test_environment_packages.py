@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,3 +49,14 @@ def test_readme_has_the_current_option_table(
 ) -> None:
     text = readme.read_text(encoding="utf-8")
     assert render_readme(text, options_type) == text, "run dev/option_tables.py"
+
+
+@pytest.mark.parametrize("name", sorted(PACKAGE_NAMES))
+def test_modules_in_the_readme_are_those_of_the_installed_package(name: str) -> None:
+    """The folder `envs` is a package in the root of a checkout only."""
+    text = (ROOT / "envs" / name / "README.md").read_text(encoding="utf-8")
+    modules = re.findall(r"^(?:\w+=\S+ )?python -m (\S+)", text, re.MULTILINE)
+    modules += re.findall(r"^from (\S+) import", text, re.MULTILINE)
+    assert not [module for module in modules if module.startswith("envs.")]
+    for names in re.findall(rf"^from {name} import (.+)$", text, re.MULTILINE):
+        assert set(names.split(", ")) <= set(importlib.import_module(name).__all__)

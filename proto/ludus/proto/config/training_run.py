@@ -36,9 +36,9 @@ class TrainingLength(Section):
     """Number of steps between checkpoints. An evaluation that is better than those of all
     checkpoints, the end of training, Ctrl-C and a failure write a checkpoint too."""
     checkpoint_every_s: PositiveFloat | None = DEFAULT_CHECKPOINT_INTERVAL_S
-    """Time after which the next step ends with a checkpoint, whatever the number of steps. It is
-    longer if checkpoints are slow, so that they take at most a twentieth of the time. null turns it
-    off."""
+    """Maximum time between checkpoints in seconds: a step ends with a checkpoint if the next step
+    would end later. If checkpoints are slow, the time is longer, so that they take at most a
+    twentieth of the run. null sets no time."""
     stop_grace_s: NonNegativeFloat = DEFAULT_STOP_GRACE_S
     """Time that a step has to finish after a stop is requested. A longer step is abandoned, and a
     resumed run trains it again."""
