@@ -104,4 +104,4 @@ def test_documented_environments_without_network_are_those_that_declare_it() -> 
     sentence = PAGE_TEXT.partition("The environments\n")[2].partition("declare")[0]
     folders = (Path(__file__).parents[2] / "envs").glob("*_env")
     names = [path.name for path in folders if not TargetFactory(path.name, {}).needs_network]
-    assert re.findall(r"`([a-z]+_env)`", sentence) == sorted(names)
+    assert re.findall(r"`([a-z_]+_env)`", sentence) == sorted(names)

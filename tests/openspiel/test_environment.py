@@ -288,7 +288,7 @@ def test_move_for_another_game_is_refused() -> None:
         (
             {"game": "catch", "text_style": "poetry"},
             ConfigError,
-            "'rules', got 'poetry'",
+            "'brief', got 'poetry'",
         ),
     ],
 )
