@@ -29,4 +29,4 @@ class OpenSpielOptions(EnvironmentOptions):
     game. In Python also a function."""
     text_style: TextStyle = "compact"
     """`compact` shows the situation only; `rules` explains the game and asks for the move in tags;
-    `brief` explains the game, shows the situation in few words and asks for the move alone."""
+    `brief` asks for the move alone, and in blackjack shows only what matters."""

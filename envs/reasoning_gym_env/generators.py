@@ -157,11 +157,6 @@ def list_field_options(name: str) -> list[Option]:
     return options
 
 
-def list_field_names(name: str) -> list[str]:
-    """Return the names of the fields of a generator's configuration."""
-    return [field.name for field in _list_fields(_find_types(name)[1])]
-
-
 def load_library() -> Any:
     """Import reasoning-gym and return its registry. Processes forked later share the modules.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,15 +126,20 @@ def test_mixture_draws_from_its_parts() -> None:
 @pytest.mark.parametrize(
     ("dataset", "answer"),
     [
-        ("binary_matrix", "[open('/tmp/never', 'w')]"),
-        ("countdown", "().__class__"),
+        ("binary_matrix", "[open('{path}', 'w')]"),
+        ("countdown", "open('{path}', 'w')"),
         ("countdown", "9**9**9**9"),
         ("prime_factorization", "x"),
     ],
 )
-def test_code_and_malformed_answers_get_zero(dataset: str, answer: str) -> None:
-    transition = answer_question(make_environment(dataset=dataset), 0, answer)
+def test_code_and_malformed_answers_get_zero_and_do_not_run(
+    dataset: str, answer: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "written"
+    code = answer.replace("{path}", str(path))
+    transition = answer_question(make_environment(dataset=dataset), 0, code)
     assert (transition.reward, transition.success) == (0.0, False)
+    assert not path.exists()
 
 
 @needs_library

@@ -7,6 +7,7 @@ from itertools import compress
 
 from ..models import OpenSpielObservation
 from .renderer import GameRenderer
+from .words import NUMBER_WORDS
 
 CARD_NAMES = ("A", "2", "3", "4", "5", "6", "7", "8", "9", "10", "J", "Q", "K")
 
@@ -20,12 +21,6 @@ _NUM_CARDS = 52
 _NUM_RANKS = 13
 _PLAYER_ACES = tuple(_HAND_START + suit * _NUM_RANKS for suit in range(4))
 _CARD_VALUES = tuple(min(card % _NUM_RANKS + 1, 10) for card in range(_NUM_CARDS))
-# A number word is one token in most tokenizers, but "17" is two digits, the last of them that of 7.
-_NUMBER_WORDS = (
-    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
-    *("eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen"),
-    *("nineteen", "twenty", "twenty-one"),
-)
 _UP_CARD_NAMES = tuple("A" if value == 1 else str(value) for value in _CARD_VALUES)
 
 
@@ -85,12 +80,15 @@ class BlackjackRenderer(GameRenderer):
         return f"Your hand: {hand} ({hand_kind} {total}). The dealer shows: {up_card}."
 
     def describe_briefly(self, observation: OpenSpielObservation, *, first: bool) -> str:
-        """Return the dealer's open card, at first only, and the player's total, both in words."""
+        """Return the dealer's open card, at first only, and the player's total, both in words.
+
+        A model that learns to stand at 17 also stands at 7 if the totals are digits.
+        """
         if observation.game_phase == "terminal":
             return self.describe(observation)
         total, is_soft, up_card = read_hand_and_up_card(observation.info_state)
-        hand = f"You have a {'soft' if is_soft else 'hard'} {_NUMBER_WORDS[total]}."
-        card = "ace" if up_card == "A" else _NUMBER_WORDS[int(up_card)]
+        hand = f"You have a {'soft' if is_soft else 'hard'} {NUMBER_WORDS[total]}."
+        card = "ace" if up_card == "A" else NUMBER_WORDS[int(up_card)]
         article = "an" if card in ("ace", "eight") else "a"
         return f"The dealer shows {article} {card}. {hand}" if first else hand
 

@@ -9,8 +9,8 @@ import pyspiel
 from ..games import LoadedGame
 from ..models import OpenSpielObservation
 from .renderer import GameRenderer, TextStyle
+from .words import NUMBER_WORDS
 
-_NUMBER_WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 _ORDINAL_WORDS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 _MAX_LISTED_MOVES = 100  # a new player cannot guess the names of unlisted moves
 _NUM_EXAMPLES = 20
@@ -87,7 +87,7 @@ def _describe_seat(loaded_game: LoadedGame, player: int) -> str:
     if num_players == 1:
         return " alone"
     opponents = "one opponent" if num_players == 2 else f"{_count(num_players - 1)} others"
-    seat = f"{_ORDINAL_WORDS[player]}" if player < len(_ORDINAL_WORDS) else f"number {player + 1}"
+    seat = _ORDINAL_WORDS[player] if player < len(_ORDINAL_WORDS) else f"number {player + 1}"
     text = f" against {opponents}. You are the {seat} of {_count(num_players)} players"
     first_player = loaded_game.game.new_initial_state().current_player()
     if first_player >= 0 and not loaded_game.is_turn_based:
@@ -112,4 +112,4 @@ def _describe_reward(loaded_game: LoadedGame) -> str:
 
 
 def _count(number: int) -> str:
-    return _NUMBER_WORDS[number - 1] if number <= len(_NUMBER_WORDS) else str(number)
+    return NUMBER_WORDS[number] if number < len(NUMBER_WORDS) else str(number)

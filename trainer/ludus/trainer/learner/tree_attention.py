@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+
+from ludus.trainer.models.attention import register_attention, set_attention
 
 QUERY_BLOCK_SIZE = 512
 """Number of queries of a block."""
@@ -30,8 +31,7 @@ _NAME = "ludus_tree"
 
 def use_tree_attention(model: PreTrainedModel) -> None:
     """Let the model use this attention, if it uses transformers' attention on torch's function."""
-    if model.config._attn_implementation == "sdpa" and model._can_set_attn_implementation():
-        model.set_attn_implementation(_NAME)
+    set_attention(model, _NAME)
 
 
 def make_tree_mask(model: PreTrainedModel, ends: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def _attend(
     **arguments: Any,
 ) -> tuple[Tensor, None]:
     """Return [rows, tokens, heads, head size], as transformers' attention functions do."""
-    if attention_mask is None or attention_mask.dtype != torch.int64:
+    if attention_mask is None or attention_mask.dtype != torch.int64:  # no ends
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, **arguments
         )
@@ -121,5 +121,4 @@ def _make_block_mask(ends: Tensor, first_key: int, offset: int, num_queries: int
     return ((keys <= queries) & (queries < ends[:, None, :]))[:, None]
 
 
-AttentionInterface.register(_NAME, _attend)
-AttentionMaskInterface.register(_NAME, sdpa_mask)
+register_attention(_NAME, _attend)

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+
+from ludus.trainer.models.attention import register_attention, set_attention
 
 _NAME = "ludus_grouped"
 
 
 def use_grouped_attention(model: PreTrainedModel) -> None:
     """Let the model use this attention, if it uses transformers' attention on torch's function."""
-    if model.config._attn_implementation == "sdpa" and model._can_set_attn_implementation():
-        model.set_attn_implementation(_NAME)
+    set_attention(model, _NAME)
 
 
 def _attend(
@@ -50,5 +50,4 @@ def _attend(
     return output.reshape(num_rows, 1, num_heads, -1), None
 
 
-AttentionInterface.register(_NAME, _attend)
-AttentionMaskInterface.register(_NAME, sdpa_mask)
+register_attention(_NAME, _attend)
